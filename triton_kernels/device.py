@@ -1,0 +1,39 @@
+"""What a launcher must know of the device that a tensor lives on."""
+
+import contextlib
+import functools
+
+import torch
+import triton
+
+#: True when TRITON_INTERPRET=1 was set before triton was imported: kernels then run on CPU tensors, in numpy.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+#: Persistent kernels launch at most this many programs in the interpreter, few enough for each to loop.
+_INTERPRETED_MULTIPROCESSORS = 3
+
+
+@functools.lru_cache(maxsize=None)
+def _cuda_properties(index: int):
+    return torch.cuda.get_device_properties(index)
+
+
+def multiprocessor_count(device: torch.device) -> int:
+    """Number of multiprocessors; a fixed number for tensors without a GPU (interpreter, offline compilation)."""
+    return _cuda_properties(device.index).multi_processor_count if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
+
+
+def has_tensor_descriptors(device: torch.device) -> bool:
+    """Whether tensor descriptors are done by the hardware's copy engine (compute capability 9.0 and up)."""
+    if INTERPRETED:
+        return True
+    if device.type == "cuda":
+        return _cuda_properties(device.index).major >= 9
+    return triton.runtime.driver.active.get_current_target().arch >= 90
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current CUDA device; make that the tensor's, where it is another."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)

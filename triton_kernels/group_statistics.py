@@ -1,0 +1,22 @@
+"""Group statistics of values held in registers: the mean first, then the centred squares."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normalize_groups(groups, inside, eps, GROUP_SIZE: tl.constexpr):
+    """Normalise ``groups`` [rows, groups, block] over its last axis (biased variance).
+
+    ``inside`` masks the GROUP_SIZE real elements of a padded block; None where nothing is padded.
+    Returns the normalised values (0 in the padding) and the reciprocal standard deviations [rows, groups].
+    """
+    if inside is not None:
+        groups = tl.where(inside, groups, 0.0)
+    mean = tl.sum(groups, 2) / GROUP_SIZE
+    centred = groups - tl.expand_dims(mean, 2)
+    if inside is not None:
+        centred = tl.where(inside, centred, 0.0)
+    variance = tl.sum(centred * centred, 2) / GROUP_SIZE
+    rstd = tl.rsqrt(variance + eps)
+    return centred * tl.expand_dims(rstd, 2), rstd

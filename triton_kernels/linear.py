@@ -1,0 +1,183 @@
+"""Tiled GEMM, persistent, whose loads, stores and epilogue are jit functions handed to one kernel."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_kernels.device import has_tensor_descriptors, multiprocessor_count, on_device_of
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Block sizes of ``linear_kernel``; GROUP_M consecutive row tiles share a column tile's weights in L2."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def holds_groups_of(self, group_size: int) -> bool:
+        """Whether each group lies whole within one tile, so that the epilogue can normalise it in registers."""
+        return self.block_n % group_size == 0
+
+    def shared_memory(self, element_size: int) -> int:
+        """Bytes of shared memory that the pipelined operands and the staged output tile need, at most."""
+        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
+        return operands + self.block_m * self.block_n * element_size
+
+
+@triton.jit
+def load_descriptor(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr):
+    """A [BLOCK_ROWS, BLOCK_DEPTH] tile through a tensor descriptor; the hardware fills what lies outside with zeros."""
+    return operand.load([row, depth])
+
+
+@triton.jit
+def load_descriptor_transposed(
+    operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr
+):
+    """The same from an operand stored [depth, row]."""
+    return operand.load([depth, row]).T
+
+
+@triton.jit
+def load_pointers(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr):
+    """The same through pointers, at any strides and alignment. ``operand``: (pointer, row stride, depth stride)."""
+    pointer, row_stride, depth_stride = operand
+    rows = tl.arange(0, BLOCK_ROWS)
+    depths = tl.arange(0, BLOCK_DEPTH)
+    # The tile's corner is an int64 offset; within a tile int32 is enough (triton passes larger strides as int64).
+    corner = pointer + row.to(tl.int64) * row_stride + depth.to(tl.int64) * depth_stride
+    inside = (rows < row_count - row)[:, None] & (depths < depth_count - depth)[None, :]
+    return tl.load(corner + rows[:, None] * row_stride + depths[None, :] * depth_stride, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_descriptor(target, row, column, M, N, tile):
+    """Store a tile, rounded once to the target's dtype, through a tensor descriptor."""
+    target.store([row, column], tile.to(target.dtype))
+
+
+@triton.jit
+def store_pointers(target, row, column, M, N, tile):
+    """The same through a pointer to a contiguous [M, N] matrix."""
+    rows = tl.arange(0, tile.shape[0])
+    columns = tl.arange(0, tile.shape[1])
+    inside = (rows < M - row)[:, None] & (columns < N - column)[None, :]
+    corner = target + row.to(tl.int64) * N + column
+    tl.store(corner + rows[:, None] * N + columns[None, :], tile.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def linear_kernel(
+    input,  # [M, K]: a descriptor, or (pointer, row stride, depth stride)
+    weight,  # [N, K]: likewise
+    output,  # [M, N]: a descriptor or a pointer, for the epilogue
+    saved,  # [M, N]: what the backward pass needs, likewise; None where nothing is saved
+    operands,  # the epilogue's own tuple of pointers and scalars
+    M,
+    N,
+    K,
+    LOAD_INPUT: tl.constexpr,
+    LOAD_WEIGHT: tl.constexpr,
+    STORE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """accumulator = input @ weight.T in float32, a tile at a time, handed with its place to EPILOGUE."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    # One flat loop over (tile, k): the next tile's loads are under way while the epilogue runs.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+        group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+        row = (first_m + tile % (GROUP_M * tiles_n) % group_m) * BLOCK_M
+        column = tile % (GROUP_M * tiles_n) // group_m * BLOCK_N
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(steps):
+            a = LOAD_INPUT(input, row, step * BLOCK_K, M, K, BLOCK_M, BLOCK_K)
+            b = LOAD_WEIGHT(weight, column, step * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
+            accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
+        EPILOGUE(accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE)
+
+
+def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
+    """How the kernel reads ``tensor``: the argument to pass and the jit function that loads a tile of it."""
+    if has_tensor_descriptors(tensor.device) and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0:
+        alignment = 16 // tensor.element_size()
+        row_stride, depth_stride = tensor.stride()
+        if depth_stride == 1 and row_stride % alignment == 0 and row_stride >= tensor.shape[1]:
+            return TensorDescriptor.from_tensor(tensor, [block_rows, block_depth]), load_descriptor
+        if row_stride == 1 and depth_stride % alignment == 0 and depth_stride >= tensor.shape[0]:
+            return TensorDescriptor.from_tensor(tensor.T, [block_depth, block_rows]), load_descriptor_transposed
+    return (tensor, *tensor.stride()), load_pointers
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    epilogue: triton.runtime.JITFunction,
+    operands: tuple,
+    config: LinearConfig,
+    *,
+    output: torch.Tensor,
+    saved: torch.Tensor | None = None,
+    group_size: int = 1,
+    input_precision: str = "ieee",
+) -> None:
+    """Hand each tile of ``input @ weight.T`` to ``epilogue`` (see ``triton_kernels.epilogues``).
+
+    ``input`` [M, K] and ``weight`` [N, K] may have any strides and are of one dtype; ``output`` and ``saved`` are
+    contiguous. ``input_precision`` is ``tl.dot``'s, and matters for float32 alone.
+    """
+    M, K = input.shape
+    N = weight.shape[0]
+    if M == 0 or N == 0:
+        return
+    input_operand, load_input = _operand(input, config.block_m, config.block_k)
+    weight_operand, load_weight = _operand(weight, config.block_n, config.block_k)
+    by_descriptor = (
+        output.shape == (M, N)
+        and has_tensor_descriptors(output.device)
+        and N * output.element_size() % 16 == 0
+        and all(t is None or t.data_ptr() % 16 == 0 for t in (output, saved))
+    )
+    if by_descriptor:
+        tile = [config.block_m, config.block_n]
+        output = TensorDescriptor.from_tensor(output, tile)
+        saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
+    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    with on_device_of(input):
+        linear_kernel[(min(tiles, multiprocessor_count(input.device)),)](
+            input_operand,
+            weight_operand,
+            output,
+            saved,
+            operands,
+            M,
+            N,
+            K,
+            LOAD_INPUT=load_input,
+            LOAD_WEIGHT=load_weight,
+            STORE=store_descriptor if by_descriptor else store_pointers,
+            EPILOGUE=epilogue,
+            GROUP_SIZE=group_size,
+            INPUT_PRECISION=input_precision,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )

@@ -1,0 +1,394 @@
+"""Row minimum of group-normalised tiles, the kernel that finishes it, and its sparse backward.
+
+A minimum is found in two stages. Each tile leaves its rows' minima as order-preserving int32 keys, so that NaN comes
+first (torch's minimum propagates it) and one integer reduction finds value and place alike; ``finish`` reduces the
+keys over the tiles. The backward pass needs only the group that holds each row's minimum, so that is all that is kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.device import on_device_of
+
+_NO_COLUMN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def ordered_key(value):
+    """int32 whose order is float32's, NaN first."""
+    bits = value.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value != value, -2147483648, key)
+
+
+@triton.jit
+def key_value(key):
+    """The float32 whose ``ordered_key`` this is."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_row_minimum(
+    y,  # [rows, groups, block]: the values to minimise
+    normalized,  # the same before weight and bias
+    rstd,  # [rows, groups]
+    inside,  # [1, groups, block]: which of them are real
+    row,
+    group,  # the tile's first row and group
+    tile,  # the tile's number along the row
+    M,
+    minimum,  # [tiles, M] int32 keys
+    saved,  # None, or (column [tiles, M], rstd [tiles, M], normalized [tiles, M, GROUP_SIZE]) of the winner's group
+    GROUP_SIZE: tl.constexpr,
+):
+    """Store a tile's row minima as keys and, for the backward pass, the group that each was found in."""
+    ROWS: tl.constexpr = y.shape[0]
+    GROUPS: tl.constexpr = y.shape[1]
+    BLOCK: tl.constexpr = y.shape[2]
+    key = tl.where(inside, ordered_key(y), 2147483647)
+    least = tl.min(tl.min(key, 2), 1)
+    rows = row + tl.arange(0, ROWS)
+    row_inside = rows < M
+    offset = tile.to(tl.int64) * M + rows
+    tl.store(minimum + offset, least, mask=row_inside)
+    if saved is not None:
+        saved_column, saved_rstd, saved_normalized = saved
+        groups = group + tl.arange(0, GROUPS)
+        members = tl.arange(0, BLOCK)
+        columns = groups[:, None] * GROUP_SIZE + members[None, :]
+        found = inside & (key == tl.expand_dims(tl.expand_dims(least, 1), 2))
+        winner = tl.min(tl.min(tl.where(found, tl.expand_dims(columns, 0), _NO_COLUMN), 2), 1)
+        in_group = groups[None, :] == (winner // GROUP_SIZE)[:, None]
+        winner_rstd = tl.sum(tl.where(in_group, rstd, 0.0), 1)
+        winner_normalized = tl.sum(tl.where(tl.expand_dims(in_group, 2), normalized, 0.0), 1)
+        tl.store(saved_column + offset, winner, mask=row_inside)
+        tl.store(saved_rstd + offset, winner_rstd, mask=row_inside)
+        tl.store(
+            saved_normalized + offset[:, None] * GROUP_SIZE + members[None, :],
+            winner_normalized,
+            mask=row_inside[:, None] & (members < GROUP_SIZE)[None, :],
+        )
+
+
+@triton.jit
+def finish_kernel(
+    tile_minimum,  # [tiles, M] keys
+    tile_saved,  # None, or the tiles' (column, rstd, normalized)
+    bias,  # [C] or None
+    output,  # [C, M]
+    winner,  # None, or (column [M], rstd [M], normalized [M, GROUP_SIZE])
+    tiles,
+    M,
+    C,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """output[c, m] = min over tiles of tile_minimum[:, m] + bias[c]; the first column of programs keeps the winner."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_inside = rows < M
+    least = tl.full((BLOCK_M,), 2147483647, tl.int32)
+    winning_tile = tl.zeros((BLOCK_M,), tl.int32)
+    for first in range(0, tiles, BLOCK_TILES):
+        tile = first + tl.arange(0, BLOCK_TILES)
+        inside = (tile < tiles)[:, None] & row_inside[None, :]
+        keys = tl.load(tile_minimum + tile.to(tl.int64)[:, None] * M + rows[None, :], mask=inside, other=2147483647)
+        block_least = tl.min(keys, 0)
+        if winner is not None:
+            found = inside & (keys == block_least[None, :])
+            block_tile = tl.min(tl.where(found, tile[:, None], _NO_COLUMN), 0)
+            winning_tile = tl.where((block_least < least) | (first == 0), block_tile, winning_tile)
+        least = tl.minimum(least, block_least)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column_inside = columns < C
+    result = tl.expand_dims(key_value(least), 0)
+    if bias is not None:
+        result += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[:, None]
+    result = tl.broadcast_to(result, (BLOCK_C, BLOCK_M))
+    tl.store(
+        output + columns.to(tl.int64)[:, None] * M + rows[None, :],
+        result.to(output.dtype.element_ty),
+        mask=column_inside[:, None] & row_inside[None, :],
+    )
+    if winner is not None:
+        if tl.program_id(1) == 0:
+            tile_column, tile_rstd, tile_normalized = tile_saved
+            winner_column, winner_rstd, winner_normalized = winner
+            offset = winning_tile.to(tl.int64) * M + rows
+            members = tl.arange(0, BLOCK_GROUP)
+            member_inside = row_inside[:, None] & (members < GROUP_SIZE)[None, :]
+            normalized = tl.load(tile_normalized + offset[:, None] * GROUP_SIZE + members[None, :], mask=member_inside)
+            tl.store(winner_column + rows, tl.load(tile_column + offset, mask=row_inside), mask=row_inside)
+            tl.store(winner_rstd + rows, tl.load(tile_rstd + offset, mask=row_inside), mask=row_inside)
+            destination = winner_normalized + rows.to(tl.int64)[:, None] * GROUP_SIZE + members[None, :]
+            tl.store(destination, normalized, mask=member_inside)
+
+
+@triton.jit
+def winner_backward_kernel(
+    minimum_gradient,  # [M]: gradient at the row minimum
+    column,  # [M]: where the minimum was found
+    rstd,  # [M]
+    normalized,  # [M, GROUP_SIZE]
+    norm_weight,  # [C] or None
+    z_gradient,  # [M, GROUP_SIZE]: gradient at the GEMM's output, in the winner's group
+    M,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """Group norm's backward where the incoming gradient is that of one element a row."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    members = tl.arange(0, BLOCK_GROUP)
+    row_inside = rows < M
+    inside = row_inside[:, None] & (members < GROUP_SIZE)[None, :]
+    offset = rows.to(tl.int64)[:, None] * GROUP_SIZE + members[None, :]
+    columns = tl.load(column + rows, mask=row_inside, other=0)
+    gradient = tl.load(minimum_gradient + rows, mask=row_inside, other=0.0)
+    if norm_weight is not None:
+        gradient *= tl.load(norm_weight + columns, mask=row_inside, other=0.0).to(tl.float32)
+    values = tl.load(normalized + offset, mask=inside, other=0.0)
+    is_winner = members[None, :] == (columns % GROUP_SIZE)[:, None]
+    mean = gradient / GROUP_SIZE
+    projection = gradient * tl.sum(tl.where(is_winner, values, 0.0), 1) / GROUP_SIZE
+    scattered = tl.where(is_winner, gradient[:, None], 0.0)
+    scale = tl.load(rstd + rows, mask=row_inside, other=0.0)
+    tl.store(
+        z_gradient + offset,
+        scale[:, None] * (scattered - mean[:, None] - values * projection[:, None]),
+        mask=inside,
+    )
+
+
+@triton.jit
+def input_gradient_kernel(
+    z_gradient,  # [M, GROUP_SIZE]
+    column,  # [M]
+    order,  # [M]: rows in the order of their groups, so that neighbours read the same weights
+    weight,  # [N, K]
+    weight_row_stride,
+    weight_column_stride,
+    output,  # [M, K]
+    K,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """output[m] = z_gradient[m] @ weight[the winner's group of m]: GROUP_SIZE rows of the weight, nothing else."""
+    row = tl.load(order + tl.program_id(0)).to(tl.int64)
+    first = tl.load(column + row) // GROUP_SIZE * GROUP_SIZE
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_K,), tl.float32)
+    for member in range(GROUP_SIZE):
+        coefficient = tl.load(z_gradient + row * GROUP_SIZE + member)
+        source = weight + (first + member).to(tl.int64) * weight_row_stride
+        total += coefficient * tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(output + row * K + k, total.to(output.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    z_gradient,  # [M, GROUP_SIZE]
+    order,  # [M]: rows in the order of their groups
+    offsets,  # [groups + 1]: where each group's rows begin in ``order``
+    input,  # [M, K]
+    input_row_stride,
+    input_column_stride,
+    output,  # [N, K]
+    K,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """output[group] = sum over the rows whose minimum lies in it of z_gradient[m].T * input[m]; zero without such rows."""
+    group = tl.program_id(0)
+    members = tl.arange(0, BLOCK_GROUP)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_GROUP, BLOCK_K), tl.float32)
+    for place in range(tl.load(offsets + group), tl.load(offsets + group + 1)):
+        row = tl.load(order + place).to(tl.int64)
+        coefficients = tl.load(z_gradient + row * GROUP_SIZE + members, mask=members < GROUP_SIZE, other=0.0)
+        source = input + row * input_row_stride + k.to(tl.int64) * input_column_stride
+        total += coefficients[:, None] * tl.load(source, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        output + (group * GROUP_SIZE + members).to(tl.int64)[:, None] * K + k[None, :],
+        total.to(output.dtype.element_ty),
+        mask=(members < GROUP_SIZE)[:, None] & (k < K)[None, :],
+    )
+
+
+@triton.jit
+def column_gradients_kernel(
+    minimum_gradient,  # [M]
+    column,  # [M]
+    normalized,  # [M, GROUP_SIZE]
+    z_gradient,  # [M, GROUP_SIZE]
+    order,
+    offsets,
+    outputs,  # (linear_bias, norm_weight, norm_bias) gradients [N], each None where not wanted
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """One group's column sums over the rows whose minimum it holds, in the fixed order of ``order``."""
+    group = tl.program_id(0)
+    members = tl.arange(0, BLOCK_GROUP)
+    bias_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    norm_weight_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    norm_bias_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    end = tl.load(offsets + group + 1)
+    for first in range(tl.load(offsets + group), end, BLOCK_M):
+        places = first + tl.arange(0, BLOCK_M)
+        place_inside = places < end
+        rows = tl.load(order + places, mask=place_inside, other=0).to(tl.int64)
+        inside = place_inside[:, None] & (members < GROUP_SIZE)[None, :]
+        offset = rows[:, None] * GROUP_SIZE + members[None, :]
+        columns = tl.load(column + rows, mask=place_inside, other=-1)
+        is_winner = inside & (members[None, :] == (columns % GROUP_SIZE)[:, None])
+        gradient = tl.load(minimum_gradient + rows, mask=place_inside, other=0.0)[:, None]
+        bias_sum += tl.sum(tl.load(z_gradient + offset, mask=inside, other=0.0), 0)
+        values = tl.load(normalized + offset, mask=inside, other=0.0)
+        norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
+        norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
+    linear_bias_gradient, norm_weight_gradient, norm_bias_gradient = outputs
+    store_members(linear_bias_gradient, group * GROUP_SIZE, members, bias_sum, GROUP_SIZE)
+    store_members(norm_weight_gradient, group * GROUP_SIZE, members, norm_weight_sum, GROUP_SIZE)
+    store_members(norm_bias_gradient, group * GROUP_SIZE, members, norm_bias_sum, GROUP_SIZE)
+
+
+@triton.jit
+def store_members(target, first, members, values, GROUP_SIZE: tl.constexpr):
+    if target is not None:
+        tl.store(target + first + members, values.to(target.dtype.element_ty), mask=members < GROUP_SIZE)
+
+
+def empty_tile_minimum(tiles: int, rows: int, group_size: int, device: torch.device, save: bool):
+    """Buffers for ``store_row_minimum``: the keys and, if ``save``, the (column, rstd, normalized) of the winners."""
+    keys = torch.empty(tiles, rows, dtype=torch.int32, device=device)
+    return keys, empty_winner(tiles * rows, group_size, device) if save else None
+
+
+def empty_winner(count: int, group_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(column [count] int32, rstd [count] float32, normalized [count, group_size] float32), uninitialised."""
+    return (
+        torch.empty(count, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
+        torch.empty(count, group_size, dtype=torch.float32, device=device),
+    )
+
+
+def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
+    """output [C, M] = the least of ``keys`` [tiles, M] + bias [C]; copies the winning tile's ``tile_saved``, if any."""
+    tiles, M = keys.shape
+    C = output.shape[0]
+    if M == 0:
+        return
+    block_group = triton.next_power_of_2(group_size)
+    block_m = max(1, min(128, 4096 // block_group)) if winner is not None else 128
+    block_c = 64
+    with on_device_of(keys):
+        finish_kernel[(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+            keys,
+            tile_saved,
+            bias,
+            output,
+            winner,
+            tiles,
+            M,
+            C,
+            GROUP_SIZE=group_size,
+            BLOCK_GROUP=block_group,
+            BLOCK_TILES=min(32, triton.next_power_of_2(tiles)),
+            BLOCK_M=block_m,
+            BLOCK_C=block_c,
+            num_warps=4,
+        )
+
+
+def winner_backward(minimum_gradient, winner, norm_weight, group_size: int) -> torch.Tensor:
+    """Gradient [M, group_size] at the GEMM's output, in each row's winning group; it is zero everywhere else."""
+    column, rstd, normalized = winner
+    M = column.numel()
+    z_gradient = torch.empty_like(normalized)
+    if M == 0:
+        return z_gradient
+    block_group = triton.next_power_of_2(group_size)
+    block_m = max(1, 2048 // block_group)
+    with on_device_of(column):
+        winner_backward_kernel[(triton.cdiv(M, block_m),)](
+            minimum_gradient,
+            column,
+            rstd,
+            normalized,
+            norm_weight,
+            z_gradient,
+            M,
+            GROUP_SIZE=group_size,
+            BLOCK_M=block_m,
+            BLOCK_GROUP=block_group,
+        )
+    return z_gradient
+
+
+def rows_by_group(column: torch.Tensor, num_groups: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in the order of their winning groups, and where each group's rows begin, [M] and [num_groups + 1]."""
+    groups, order = torch.sort(torch.div(column, group_size, rounding_mode="floor"), stable=True)
+    bounds = torch.arange(num_groups + 1, dtype=groups.dtype, device=column.device)
+    return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
+
+
+def input_gradient(z_gradient, column, order, weight, output) -> None:
+    """output [M, K] = each row's z_gradient [group_size] @ the winning group's rows of weight [N, K] (any strides)."""
+    M, K = output.shape
+    if M == 0 or K == 0:
+        return
+    block_k = min(1024, triton.next_power_of_2(K))
+    with on_device_of(output):
+        input_gradient_kernel[(M, triton.cdiv(K, block_k))](
+            z_gradient, column, order, weight, *weight.stride(), output, K, GROUP_SIZE=z_gradient.shape[1], BLOCK_K=block_k
+        )
+
+
+def weight_gradient(z_gradient, order, offsets, input, output) -> None:
+    """output [N, K] = the sum over rows of z_gradient's outer product with input [M, K] (any strides), by group."""
+    group_size = z_gradient.shape[1]
+    N, K = output.shape
+    if K == 0:
+        return
+    block_group = triton.next_power_of_2(group_size)
+    block_k = max(16, min(8192 // block_group, triton.next_power_of_2(K)))
+    with on_device_of(output):
+        weight_gradient_kernel[(N // group_size, triton.cdiv(K, block_k))](
+            z_gradient,
+            order,
+            offsets,
+            input,
+            *input.stride(),
+            output,
+            K,
+            GROUP_SIZE=group_size,
+            BLOCK_GROUP=block_group,
+            BLOCK_K=block_k,
+        )
+
+
+def column_gradients(minimum_gradient, winner, z_gradient, order, offsets, outputs) -> None:
+    """Gradients [N] of (linear_bias, norm_weight, norm_bias) into ``outputs``; an output of None is not wanted."""
+    column, _, normalized = winner
+    group_size = normalized.shape[1]
+    block_group = triton.next_power_of_2(group_size)
+    with on_device_of(column):
+        column_gradients_kernel[(offsets.numel() - 1,)](
+            minimum_gradient,
+            column,
+            normalized,
+            z_gradient,
+            order,
+            offsets,
+            outputs,
+            GROUP_SIZE=group_size,
+            BLOCK_M=max(1, min(32, 2048 // block_group)),
+            BLOCK_GROUP=block_group,
+        )
