@@ -14,12 +14,13 @@ from triton_kernels.row_minimum import store_row_minimum
 
 @triton.jit
 def column_vector(pointer, column, N, BLOCK_N: tl.constexpr, ABSENT: tl.constexpr):
-    """[1, BLOCK_N] of a vector over the columns, in float32; ABSENT, a number, where there is none."""
+    """[1, BLOCK_N] of a vector over the columns, in float32; ABSENT everywhere where there is none."""
     if pointer is None:
-        return ABSENT
-    columns = tl.arange(0, BLOCK_N)
-    values = tl.load(pointer + column + columns, mask=columns < N - column, other=0.0)
-    return tl.expand_dims(values.to(tl.float32), 0)
+        values = tl.full((BLOCK_N,), ABSENT, tl.float32)
+    else:
+        columns = tl.arange(0, BLOCK_N)
+        values = tl.load(pointer + column + columns, mask=columns < N - column, other=0.0).to(tl.float32)
+    return tl.expand_dims(values, 0)
 
 
 @triton.jit

@@ -20,15 +20,17 @@ class LinearConfig:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
+    #: How many column strips the epilogue takes a tile in: each needs 1/epilogue_strips of the registers and staging.
+    epilogue_strips: int = 1
 
     def holds_groups_of(self, group_size: int) -> bool:
         """Whether each group lies whole within one tile, so that the epilogue can normalise it in registers."""
-        return self.block_n % group_size == 0
+        return self.block_n // self.epilogue_strips % group_size == 0
 
     def shared_memory(self, element_size: int) -> int:
         """Bytes of shared memory that the pipelined operands and the staged output tile need, at most."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        return operands + self.block_m * self.block_n * element_size
+        return operands + self.block_m * self.block_n // self.epilogue_strips * element_size
 
 
 @triton.jit
@@ -93,6 +95,7 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):
     """accumulator = input @ weight.T in float32, a tile at a time, handed with its place to EPILOGUE."""
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -109,7 +112,13 @@ def linear_kernel(
             a = LOAD_INPUT(input, row, step * BLOCK_K, M, K, BLOCK_M, BLOCK_K)
             b = LOAD_WEIGHT(weight, column, step * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
             accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
-        EPILOGUE(accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE)
+        if STRIPS == 1:
+            EPILOGUE(accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE)
+        else:
+            halves = tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            left, right = tl.split(halves)
+            EPILOGUE(left, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE)
+            EPILOGUE(right, row, column + BLOCK_N // 2, M, N, output, saved, operands, STORE, GROUP_SIZE)
 
 
 def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
@@ -154,7 +163,7 @@ def linear(
         and all(t is None or t.data_ptr() % 16 == 0 for t in (output, saved))
     )
     if by_descriptor:
-        tile = [config.block_m, config.block_n]
+        tile = [config.block_m, config.block_n // config.epilogue_strips]
         output = TensorDescriptor.from_tensor(output, tile)
         saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
@@ -178,6 +187,7 @@ def linear(
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
             GROUP_M=config.group_m,
+            STRIPS=config.epilogue_strips,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
