@@ -1,7 +1,11 @@
 """Epilogues of ``linear_kernel``: what is done with a tile of input @ weight.T while it is still in registers.
 
-Each is a jit function of (accumulator [BLOCK_M, BLOCK_N] in float32, row, column, M, N, output, saved, operands, STORE,
-GROUP_SIZE), composed from the pieces below. Vectors over the columns may be None.
+Each is a jit function of (accumulator, place, output, saved, vectors, scalars, STORE, GROUP_SIZE):
+
+- accumulator: [BLOCK_M, BLOCK_N] in float32, at place = (row, column, M, N)
+- output, saved: where the results go, stored by STORE; saved is None where nothing is kept for the backward pass
+- vectors: (linear_bias, bias, norm_weight, norm_bias), pointers to [N]; each may be None and then counts as 0, 0, 1, 0
+- scalars: (min_val, max_val, eps)
 """
 
 import triton
@@ -13,8 +17,9 @@ from triton_kernels.row_minimum import store_row_minimum
 
 
 @triton.jit
-def column_vector(pointer, column, N, BLOCK_N: tl.constexpr, ABSENT: tl.constexpr):
+def load_vector(pointer, place, BLOCK_N: tl.constexpr, ABSENT: tl.constexpr):
     """[1, BLOCK_N] of a vector over the columns, in float32; ABSENT everywhere where there is none."""
+    row, column, M, N = place
     if pointer is None:
         values = tl.full((BLOCK_N,), ABSENT, tl.float32)
     else:
@@ -24,66 +29,69 @@ def column_vector(pointer, column, N, BLOCK_N: tl.constexpr, ABSENT: tl.constexp
 
 
 @triton.jit
-def normalize_tile(tile, eps, GROUP_SIZE: tl.constexpr):
-    """Normalise each row's groups; returns [rows, groups, GROUP_SIZE] and the reciprocal standard deviations."""
-    groups = tl.reshape(tile, (tile.shape[0], tile.shape[1] // GROUP_SIZE, GROUP_SIZE))
-    return normalize_groups(groups, None, eps, GROUP_SIZE)
+def add_biases(accumulator, place, vectors):
+    """z = accumulator + linear_bias + bias"""
+    linear_bias, bias, norm_weight, norm_bias = vectors
+    BLOCK_N: tl.constexpr = accumulator.shape[1]
+    return accumulator + load_vector(linear_bias, place, BLOCK_N, 0.0) + load_vector(bias, place, BLOCK_N, 0.0)
 
 
 @triton.jit
-def bias_epilogue(accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE: tl.constexpr):
+def group_norm_tile(tile, place, vectors, eps, GROUP_SIZE: tl.constexpr):
+    """Group norm of each row of a tile, over groups that lie whole within it.
+
+    Returns the result [rows, columns], the same before weight and bias [rows, groups, GROUP_SIZE], and the reciprocal
+    standard deviations [rows, groups].
+    """
+    linear_bias, bias, norm_weight, norm_bias = vectors
+    BLOCK_N: tl.constexpr = tile.shape[1]
+    groups = tl.reshape(tile, (tile.shape[0], BLOCK_N // GROUP_SIZE, GROUP_SIZE))
+    normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
+    scaled = tl.reshape(normalized, tile.shape) * load_vector(norm_weight, place, BLOCK_N, 1.0)
+    return scaled + load_vector(norm_bias, place, BLOCK_N, 0.0), normalized, rstd
+
+
+@triton.jit
+def bias_epilogue(accumulator, place, output, saved, vectors, scalars, STORE, GROUP_SIZE: tl.constexpr):
     """output = accumulator + linear_bias + bias"""
-    linear_bias, bias = operands
-    BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = accumulator + column_vector(linear_bias, column, N, BLOCK_N, 0.0) + column_vector(bias, column, N, BLOCK_N, 0.0)
-    STORE(output, row, column, M, N, z)
+    STORE(output, place, add_biases(accumulator, place, vectors))
 
 
 @triton.jit
 def hardtanh_mish_group_norm_epilogue(
-    accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE: tl.constexpr
+    accumulator, place, output, saved, vectors, scalars, STORE, GROUP_SIZE: tl.constexpr
 ):
     """output = group_norm(mish(hardtanh(z))), saved = z, with z = accumulator + linear_bias + bias"""
-    linear_bias, bias, norm_weight, norm_bias, min_val, max_val, eps = operands
-    BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = accumulator + column_vector(linear_bias, column, N, BLOCK_N, 0.0) + column_vector(bias, column, N, BLOCK_N, 0.0)
+    min_val, max_val, eps = scalars
+    z = add_biases(accumulator, place, vectors)
     if saved is not None:
-        STORE(saved, row, column, M, N, z)
-    normalized, rstd = normalize_tile(hardtanh_mish(z, min_val, max_val), eps, GROUP_SIZE)
-    y = tl.reshape(normalized, accumulator.shape) * column_vector(norm_weight, column, N, BLOCK_N, 1.0)
-    STORE(output, row, column, M, N, y + column_vector(norm_bias, column, N, BLOCK_N, 0.0))
+        STORE(saved, place, z)
+    y, normalized, rstd = group_norm_tile(hardtanh_mish(z, min_val, max_val), place, vectors, eps, GROUP_SIZE)
+    STORE(output, place, y)
 
 
 @triton.jit
-def group_norm_hardtanh_epilogue(
-    accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE: tl.constexpr
-):
-    """output = hardtanh(group_norm(z)), saved = z, with z = accumulator + linear_bias"""
-    linear_bias, norm_weight, norm_bias, min_val, max_val, eps = operands
-    BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = accumulator + column_vector(linear_bias, column, N, BLOCK_N, 0.0)
+def group_norm_hardtanh_epilogue(accumulator, place, output, saved, vectors, scalars, STORE, GROUP_SIZE: tl.constexpr):
+    """output = hardtanh(group_norm(z)), saved = z, with z = accumulator + linear_bias + bias"""
+    min_val, max_val, eps = scalars
+    z = add_biases(accumulator, place, vectors)
     if saved is not None:
-        STORE(saved, row, column, M, N, z)
-    normalized, rstd = normalize_tile(z, eps, GROUP_SIZE)
-    y = tl.reshape(normalized, accumulator.shape) * column_vector(norm_weight, column, N, BLOCK_N, 1.0)
-    y += column_vector(norm_bias, column, N, BLOCK_N, 0.0)
-    STORE(output, row, column, M, N, hardtanh(y, min_val, max_val))
+        STORE(saved, place, z)
+    y, normalized, rstd = group_norm_tile(z, place, vectors, eps, GROUP_SIZE)
+    STORE(output, place, hardtanh(y, min_val, max_val))
 
 
 @triton.jit
 def group_norm_row_minimum_epilogue(
-    accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE: tl.constexpr
+    accumulator, place, output, saved, vectors, scalars, STORE, GROUP_SIZE: tl.constexpr
 ):
-    """output, saved = this tile's part of the row minimum of group_norm(accumulator + linear_bias)"""
-    linear_bias, norm_weight, norm_bias, eps = operands
+    """output, saved = this tile's part of the row minimum of group_norm(accumulator + linear_bias + bias)"""
+    min_val, max_val, eps = scalars
+    row, column, M, N = place
     BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = accumulator + column_vector(linear_bias, column, N, BLOCK_N, 0.0)
-    normalized, rstd = normalize_tile(z, eps, GROUP_SIZE)
-    y = tl.reshape(normalized, accumulator.shape) * column_vector(norm_weight, column, N, BLOCK_N, 1.0)
-    y += column_vector(norm_bias, column, N, BLOCK_N, 0.0)
+    z = add_biases(accumulator, place, vectors)
+    y, normalized, rstd = group_norm_tile(z, place, vectors, eps, GROUP_SIZE)
     inside = tl.reshape(tl.arange(0, BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
     y = tl.reshape(y, normalized.shape)
-    first_group = column // GROUP_SIZE
-    store_row_minimum(
-        y, normalized, rstd, inside, row, first_group, column // BLOCK_N, M, output, saved, GROUP_SIZE
-    )
+    tile = column // BLOCK_N
+    store_row_minimum(y, normalized, rstd, inside, row, column // GROUP_SIZE, tile, M, output, saved, GROUP_SIZE)

@@ -60,14 +60,16 @@ def load_pointers(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.co
 
 
 @triton.jit
-def store_descriptor(target, row, column, M, N, tile):
-    """Store a tile, rounded once to the target's dtype, through a tensor descriptor."""
+def store_descriptor(target, place, tile):
+    """Store a tile at place = (row, column, M, N), rounded once to the target's dtype, through a tensor descriptor."""
+    row, column, M, N = place
     target.store([row, column], tile.to(target.dtype))
 
 
 @triton.jit
-def store_pointers(target, row, column, M, N, tile):
+def store_pointers(target, place, tile):
     """The same through a pointer to a contiguous [M, N] matrix."""
+    row, column, M, N = place
     rows = tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     inside = (rows < M - row)[:, None] & (columns < N - column)[None, :]
@@ -81,7 +83,8 @@ def linear_kernel(
     weight,  # [N, K]: likewise
     output,  # [M, N]: a descriptor or a pointer, for the epilogue
     saved,  # [M, N]: what the backward pass needs, likewise; None where nothing is saved
-    operands,  # the epilogue's own tuple of pointers and scalars
+    vectors,  # (linear_bias, bias, norm_weight, norm_bias): pointers to [N], each may be None
+    scalars,  # (min_val, max_val, eps)
     M,
     N,
     K,
@@ -101,6 +104,7 @@ def linear_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
+    tl.assume(steps > 0)
     # One flat loop over (tile, k): the next tile's loads are under way while the epilogue runs.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         first_m = tile // (GROUP_M * tiles_n) * GROUP_M
@@ -113,12 +117,13 @@ def linear_kernel(
             b = LOAD_WEIGHT(weight, column, step * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
             accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
         if STRIPS == 1:
-            EPILOGUE(accumulator, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE)
+            EPILOGUE(accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, GROUP_SIZE)
         else:
             halves = tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)
-            EPILOGUE(left, row, column, M, N, output, saved, operands, STORE, GROUP_SIZE)
-            EPILOGUE(right, row, column + BLOCK_N // 2, M, N, output, saved, operands, STORE, GROUP_SIZE)
+            EPILOGUE(left, (row, column, M, N), output, saved, vectors, scalars, STORE, GROUP_SIZE)
+            column += BLOCK_N // 2
+            EPILOGUE(right, (row, column, M, N), output, saved, vectors, scalars, STORE, GROUP_SIZE)
 
 
 def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
@@ -137,18 +142,20 @@ def linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     epilogue: triton.runtime.JITFunction,
-    operands: tuple,
     config: LinearConfig,
     *,
     output: torch.Tensor,
-    saved: torch.Tensor | None = None,
+    saved: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    vectors: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+    scalars: tuple[float, float, float] = (0.0, 0.0, 0.0),
     group_size: int = 1,
     input_precision: str = "ieee",
 ) -> None:
     """Hand each tile of ``input @ weight.T`` to ``epilogue`` (see ``triton_kernels.epilogues``).
 
     ``input`` [M, K] and ``weight`` [N, K] may have any strides and are of one dtype; ``output`` and ``saved`` are
-    contiguous. ``input_precision`` is ``tl.dot``'s, and matters for float32 alone.
+    contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None; ``scalars``
+    are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s, and matters for float32 alone. K must not be 0.
     """
     M, K = input.shape
     N = weight.shape[0]
@@ -173,7 +180,8 @@ def linear(
             weight_operand,
             output,
             saved,
-            operands,
+            vectors,
+            scalars,
             M,
             N,
             K,
