@@ -15,8 +15,7 @@ from unittest import mock
 import triton
 from triton.backends.compiler import GPUTarget
 
-#: Bytes of shared memory one block may use, by architecture (CUDA C++ Programming Guide, compute capabilities).
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
+from triton_kernels.device import SHARED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,12 @@ class CompiledLaunch:
     spilled_bytes: int
     shared_memory: int
     ptx: str
+    arch: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the architecture has that much shared memory for a block."""
+        return self.shared_memory <= SHARED_MEMORY[self.arch]
 
 
 class _OfflineDriver:
@@ -81,4 +86,4 @@ def _resources(kernel, arch: int) -> CompiledLaunch:
             [cuobjdump, "--dump-resource-usage", path], capture_output=True, text=True, check=True
         ).stdout
     registers, stack = (int(re.search(rf"{field}:(\d+)", report).group(1)) for field in ("REG", "STACK"))
-    return CompiledLaunch(kernel.metadata.name, registers, stack, kernel.metadata.shared, ptx)
+    return CompiledLaunch(kernel.metadata.name, registers, stack, kernel.metadata.shared, ptx, arch)

@@ -13,6 +13,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED_MULTIPROCESSORS = 3
 
 
+#: Bytes of shared memory one block may use, by architecture (CUDA C++ Programming Guide, compute capabilities).
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
+
+
 @functools.lru_cache(maxsize=None)
 def _cuda_properties(index: int):
     return torch.cuda.get_device_properties(index)
@@ -20,7 +24,23 @@ def _cuda_properties(index: int):
 
 def multiprocessor_count(device: torch.device) -> int:
     """Number of multiprocessors; a fixed number for tensors without a GPU (interpreter, offline compilation)."""
-    return _cuda_properties(device.index).multi_processor_count if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
+    return (
+        _cuda_properties(device.index).multi_processor_count if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name as its driver gives it; the device's type where there is none."""
+    return _cuda_properties(device.index).name if device.type == "cuda" else device.type
+
+
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type == "cuda":
+        return _cuda_properties(device.index).shared_memory_per_block_optin
+    if device.type == "meta":
+        return SHARED_MEMORY[triton.runtime.driver.active.get_current_target().arch]
+    return max(SHARED_MEMORY.values())
 
 
 def has_tensor_descriptors(device: torch.device) -> bool:

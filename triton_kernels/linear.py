@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.device import has_tensor_descriptors, multiprocessor_count, on_device_of
+from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count, on_device_of
+
+#: Triton's interpreter would multiply the bits of bfloat16 numbers, so there the operands are converted first.
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,19 @@ class LinearConfig:
     #: How many column strips the epilogue takes a tile in: each needs 1/epilogue_strips of the registers and staging.
     epilogue_strips: int = 1
 
+    @property
+    def epilogue_columns(self) -> int:
+        """Columns that the epilogue sees at a time."""
+        return self.block_n // self.epilogue_strips
+
     def holds_groups_of(self, group_size: int) -> bool:
-        """Whether each group lies whole within one tile, so that the epilogue can normalise it in registers."""
-        return self.block_n // self.epilogue_strips % group_size == 0
+        """Whether each group lies whole within what the epilogue sees, so that it can be normalised in registers."""
+        return self.epilogue_columns % group_size == 0
 
     def shared_memory(self, element_size: int) -> int:
         """Bytes of shared memory that the pipelined operands and the staged output tile need, at most."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        return operands + self.block_m * self.block_n // self.epilogue_strips * element_size
+        return operands + self.block_m * self.epilogue_columns * element_size
 
 
 @triton.jit
@@ -54,7 +62,7 @@ def load_pointers(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.co
     rows = tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH)
     # The tile's corner is an int64 offset; within a tile int32 is enough (triton passes larger strides as int64).
-    corner = pointer + row.to(tl.int64) * row_stride + depth.to(tl.int64) * depth_stride
+    corner = pointer + row.to(tl.int64) * row_stride + tl.cast(depth, tl.int64) * depth_stride
     inside = (rows < row_count - row)[:, None] & (depths < depth_count - depth)[None, :]
     return tl.load(corner + rows[:, None] * row_stride + depths[None, :] * depth_stride, mask=inside, other=0.0)
 
@@ -115,6 +123,8 @@ def linear_kernel(
         for step in range(steps):
             a = LOAD_INPUT(input, row, step * BLOCK_K, M, K, BLOCK_M, BLOCK_K)
             b = LOAD_WEIGHT(weight, column, step * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
+            if _INTERPRETED:
+                a, b = a.to(tl.float32), b.to(tl.float32)
             accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
         if STRIPS == 1:
             EPILOGUE(accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, GROUP_SIZE)
@@ -170,7 +180,7 @@ def linear(
         and all(t is None or t.data_ptr() % 16 == 0 for t in (output, saved))
     )
     if by_descriptor:
-        tile = [config.block_m, config.block_n // config.epilogue_strips]
+        tile = [config.block_m, config.epilogue_columns]
         output = TensorDescriptor.from_tensor(output, tile)
         saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)

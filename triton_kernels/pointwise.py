@@ -1,7 +1,8 @@
-"""Pointwise functions and their derivatives, as jit functions that every kernel composes.
+"""Pointwise functions and their gradients, as jit functions that every kernel composes.
 
-Each takes float32 values and the bounds ``(min_val, max_val)``, used or not, so that one can stand in for another as a
-kernel's constexpr argument. Functions and derivatives agree with PyTorch on NaN, infinities and boundaries.
+A function takes float32 values and the bounds ``(min_val, max_val)``, used or not; its gradient takes the output's
+gradient before them. So one can stand in for another as a kernel's constexpr argument. Both agree with PyTorch on NaN,
+infinities and boundaries; a gradient that is cut off is selected away, not multiplied by 0, as an infinite one shows.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ def identity(value, min_val, max_val):
 
 
 @triton.jit
-def identity_derivative(value, min_val, max_val):
-    return tl.full(value.shape, 1.0, tl.float32)
+def identity_gradient(gradient, value, min_val, max_val):
+    return gradient
 
 
 @triton.jit
@@ -28,9 +29,9 @@ def hardtanh(value, min_val, max_val):
 
 
 @triton.jit
-def hardtanh_derivative(value, min_val, max_val):
-    """0 at and beyond the bounds, 1 between them and for NaN, as torch's hardtanh_backward."""
-    return tl.where((value <= min_val) | (value >= max_val), 0.0, 1.0)
+def hardtanh_gradient(gradient, value, min_val, max_val):
+    """0 at and beyond the bounds; passed on between them and where the value is NaN."""
+    return tl.where((value <= min_val) | (value >= max_val), 0.0, gradient)
 
 
 @triton.jit
@@ -54,14 +55,15 @@ def mish(value, min_val, max_val):
 
 
 @triton.jit
-def mish_derivative(value, min_val, max_val):
-    """tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2 = n / (n + 2) + 4 v e (e + 1) / (n + 2)**2
+def mish_gradient(gradient, value, min_val, max_val):
+    """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2), the sum being
+    n / (n + 2) + 4 v e (e + 1) / (n + 2)**2.
 
     The second term is 0 in float32 beyond 20, where e is clamped; v is clamped with it, lest a huge v revive it.
     """
     e, n, reciprocal = softplus_terms(value)
     bounded = tl.minimum(value, 20.0, propagate_nan=tl.PropagateNan.ALL)
-    return n * reciprocal + 4.0 * bounded * (e * reciprocal) * ((e + 1.0) * reciprocal)
+    return gradient * (n * reciprocal + 4.0 * bounded * (e * reciprocal) * ((e + 1.0) * reciprocal))
 
 
 @triton.jit
@@ -70,20 +72,19 @@ def hardtanh_mish(value, min_val, max_val):
 
 
 @triton.jit
-def hardtanh_mish_derivative(value, min_val, max_val):
-    """Selected, not multiplied: a bound far below zero must give 0 even where mish's derivative is not finite."""
-    outside = (value <= min_val) | (value >= max_val)
-    return tl.where(outside, 0.0, mish_derivative(hardtanh(value, min_val, max_val), min_val, max_val))
+def hardtanh_mish_gradient(gradient, value, min_val, max_val):
+    clipped = hardtanh(value, min_val, max_val)
+    return hardtanh_gradient(mish_gradient(gradient, clipped, min_val, max_val), value, min_val, max_val)
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A pointwise function and its derivative: jit functions of ``(value, min_val, max_val)``."""
+    """A pointwise function of ``(value, min_val, max_val)`` and its gradient, as jit functions."""
 
     function: triton.runtime.JITFunction
-    derivative: triton.runtime.JITFunction
+    gradient: triton.runtime.JITFunction
 
 
-IDENTITY = Pointwise(identity, identity_derivative)
-HARDTANH = Pointwise(hardtanh, hardtanh_derivative)
-HARDTANH_MISH = Pointwise(hardtanh_mish, hardtanh_mish_derivative)
+IDENTITY = Pointwise(identity, identity_gradient)
+HARDTANH = Pointwise(hardtanh, hardtanh_gradient)
+HARDTANH_MISH = Pointwise(hardtanh_mish, hardtanh_mish_gradient)

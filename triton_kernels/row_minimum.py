@@ -184,7 +184,9 @@ def input_gradient_kernel(
     for member in range(GROUP_SIZE):
         coefficient = tl.load(z_gradient + row * GROUP_SIZE + member)
         source = weight + (first + member).to(tl.int64) * weight_row_stride
-        total += coefficient * tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0).to(tl.float32)
+        total += coefficient * tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0).to(
+            tl.float32
+        )
     tl.store(output + row * K + k, total.to(output.dtype.element_ty), mask=k < K)
 
 
@@ -227,7 +229,8 @@ def column_gradients_kernel(
     z_gradient,  # [M, GROUP_SIZE]
     order,
     offsets,
-    outputs,  # (linear_bias, norm_weight, norm_bias) gradients [N], each None where not wanted
+    sums,  # [3, N] float32: gradients of linear_bias, norm_weight and norm_bias
+    N,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
@@ -245,23 +248,18 @@ def column_gradients_kernel(
         rows = tl.load(order + places, mask=place_inside, other=0).to(tl.int64)
         inside = place_inside[:, None] & (members < GROUP_SIZE)[None, :]
         offset = rows[:, None] * GROUP_SIZE + members[None, :]
-        columns = tl.load(column + rows, mask=place_inside, other=-1)
+        columns = tl.load(column + rows, mask=place_inside, other=0)
         is_winner = inside & (members[None, :] == (columns % GROUP_SIZE)[:, None])
         gradient = tl.load(minimum_gradient + rows, mask=place_inside, other=0.0)[:, None]
         bias_sum += tl.sum(tl.load(z_gradient + offset, mask=inside, other=0.0), 0)
         values = tl.load(normalized + offset, mask=inside, other=0.0)
         norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
         norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
-    linear_bias_gradient, norm_weight_gradient, norm_bias_gradient = outputs
-    store_members(linear_bias_gradient, group * GROUP_SIZE, members, bias_sum, GROUP_SIZE)
-    store_members(norm_weight_gradient, group * GROUP_SIZE, members, norm_weight_sum, GROUP_SIZE)
-    store_members(norm_bias_gradient, group * GROUP_SIZE, members, norm_bias_sum, GROUP_SIZE)
-
-
-@triton.jit
-def store_members(target, first, members, values, GROUP_SIZE: tl.constexpr):
-    if target is not None:
-        tl.store(target + first + members, values.to(target.dtype.element_ty), mask=members < GROUP_SIZE)
+    target = sums + group * GROUP_SIZE + members
+    member_inside = members < GROUP_SIZE
+    tl.store(target, bias_sum, mask=member_inside)
+    tl.store(target + N, norm_weight_sum, mask=member_inside)
+    tl.store(target + 2 * N, norm_bias_sum, mask=member_inside)
 
 
 def empty_tile_minimum(tiles: int, rows: int, group_size: int, device: torch.device, save: bool):
@@ -347,7 +345,15 @@ def input_gradient(z_gradient, column, order, weight, output) -> None:
     block_k = min(1024, triton.next_power_of_2(K))
     with on_device_of(output):
         input_gradient_kernel[(M, triton.cdiv(K, block_k))](
-            z_gradient, column, order, weight, *weight.stride(), output, K, GROUP_SIZE=z_gradient.shape[1], BLOCK_K=block_k
+            z_gradient,
+            column,
+            order,
+            weight,
+            *weight.stride(),
+            output,
+            K,
+            GROUP_SIZE=z_gradient.shape[1],
+            BLOCK_K=block_k,
         )
 
 
@@ -374,21 +380,25 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
         )
 
 
-def column_gradients(minimum_gradient, winner, z_gradient, order, offsets, outputs) -> None:
-    """Gradients [N] of (linear_bias, norm_weight, norm_bias) into ``outputs``; an output of None is not wanted."""
+def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> torch.Tensor:
+    """Gradients of linear_bias, norm_weight and norm_bias, [3, N] in float32."""
     column, _, normalized = winner
     group_size = normalized.shape[1]
+    num_groups = offsets.numel() - 1
     block_group = triton.next_power_of_2(group_size)
+    sums = torch.empty(3, num_groups * group_size, dtype=torch.float32, device=column.device)
     with on_device_of(column):
-        column_gradients_kernel[(offsets.numel() - 1,)](
+        column_gradients_kernel[(num_groups,)](
             minimum_gradient,
             column,
             normalized,
             z_gradient,
             order,
             offsets,
-            outputs,
+            sums,
+            num_groups * group_size,
             GROUP_SIZE=group_size,
             BLOCK_M=max(1, min(32, 2048 // block_group)),
             BLOCK_GROUP=block_group,
         )
+    return sums

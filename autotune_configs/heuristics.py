@@ -1,0 +1,56 @@
+"""Configs that are right everywhere, for GPUs and problems that no table knows."""
+
+import torch
+import triton
+
+from triton_kernels.device import multiprocessor_count, shared_memory_limit
+from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.linear import LinearConfig
+
+#: The widest group that a tile of the GEMM can hold; wider ones are normalised by a second pass.
+WIDEST_TILE = 256
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def heuristic_linear_config(
+    dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
+) -> LinearConfig:
+    """The largest tile that fits shared memory and still gives every multiprocessor one, as far as groups allow."""
+    narrowest = group_size if _is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
+    if dtype.itemsize == 2:
+        shapes = [
+            (128, 256, 64, 8),
+            (128, 128, 64, 8),
+            (64, 256, 32, 8),
+            (64, 128, 64, 4),
+            (64, 64, 64, 4),
+            (64, 32, 64, 4),
+        ]
+    else:
+        shapes = [(128, 128, 32, 8), (64, 256, 16, 8), (64, 128, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)]
+    tallest = max(16, triton.next_power_of_2(M))
+    candidates = []
+    for block_m, block_n, block_k, num_warps in shapes:
+        for num_stages in (3, 2):
+            config = LinearConfig(min(block_m, tallest), block_n, block_k, num_warps=num_warps, num_stages=num_stages)
+            if block_n >= narrowest and config.shared_memory(dtype.itemsize) <= shared_memory_limit(device):
+                candidates.append(config)
+                break
+    for config in candidates:
+        if triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n) >= multiprocessor_count(device):
+            return config
+    return candidates[-1]
+
+
+def heuristic_group_norm_config(M: int, C: int, group_size: int) -> GroupNormConfig:
+    """Tiles of 4096 values where groups allow, and about a thousand programs in the backward pass."""
+    block_group = triton.next_power_of_2(group_size)
+    block_columns = max(min(512, triton.next_power_of_2(C // group_size) * block_group), block_group)
+    block_m = max(1, min(4096 // block_columns, triton.next_power_of_2(max(1, M))))
+    tiles = triton.cdiv(C // group_size, block_columns // block_group)
+    chunks = max(1, 512 // tiles)
+    rows = max(block_m, triton.cdiv(M, chunks))
+    return GroupNormConfig(block_m, block_columns, triton.cdiv(rows, block_m) * block_m, num_warps=8)

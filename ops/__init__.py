@@ -1,0 +1,30 @@
+"""Fused layer chains, forward and backward, as functional replacements of PyTorch's own."""
+
+from ops.sibling_packages import require_own_siblings
+
+require_own_siblings()
+
+from ops import reference  # noqa: E402
+from ops.bias_hardtanh_mish import bias_hardtanh_mish  # noqa: E402
+from ops.group_norm import group_norm, group_norm_hardtanh  # noqa: E402
+from ops.linear import linear  # noqa: E402
+from ops.linear_group_norm_hardtanh import LinearGroupNormHardtanh, linear_group_norm_hardtanh  # noqa: E402
+from ops.linear_group_norm_min import LinearGroupNormMin, linear_group_norm_min  # noqa: E402
+from ops.linear_hardtanh_mish_group_norm import (  # noqa: E402
+    LinearHardtanhMishGroupNorm,
+    linear_hardtanh_mish_group_norm,
+)
+
+__all__ = [
+    "LinearGroupNormHardtanh",
+    "LinearGroupNormMin",
+    "LinearHardtanhMishGroupNorm",
+    "bias_hardtanh_mish",
+    "group_norm",
+    "group_norm_hardtanh",
+    "linear",
+    "linear_group_norm_hardtanh",
+    "linear_group_norm_min",
+    "linear_hardtanh_mish_group_norm",
+    "reference",
+]

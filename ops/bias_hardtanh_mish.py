@@ -1,0 +1,72 @@
+"""bias → Hardtanh → Mish in one pass, forward and backward."""
+
+import torch
+
+from ops import checks, operators, precision, reference
+from ops.chain import as_vectors
+from triton_kernels.bias_pointwise import bias_pointwise, bias_pointwise_backward
+from triton_kernels.pointwise import HARDTANH_MISH
+
+
+def _forward(input, bias, min_val, max_val):
+    output = torch.empty_like(input)
+    bias_pointwise(input, bias, HARDTANH_MISH, (min_val, max_val), output=output)
+    return output
+
+
+def _backward_kernel(gradient, input, bias, min_val, max_val):
+    input_gradient = torch.empty_like(input)
+    sums = bias_pointwise_backward(
+        gradient, input, bias, HARDTANH_MISH, (min_val, max_val), input_gradient=input_gradient
+    )
+    return input_gradient, sums
+
+
+_operator = operators.define(
+    "bias_hardtanh_mish(Tensor input, Tensor? bias, float min_val, float max_val) -> Tensor",
+    _forward,
+    lambda input, bias, min_val, max_val: torch.empty_like(input),
+)
+_backward_operator = operators.define(
+    "bias_hardtanh_mish_backward(Tensor gradient, Tensor input, Tensor? bias, float min_val, float max_val)"
+    " -> (Tensor, Tensor)",
+    _backward_kernel,
+    lambda gradient, input, bias, min_val, max_val: (
+        torch.empty_like(input),
+        input.new_empty(1, input.shape[1], dtype=torch.float32),
+    ),
+)
+
+
+def _setup_context(ctx, inputs, output):
+    input, bias, ctx.min_val, ctx.max_val = inputs
+    ctx.save_for_backward(input, bias)
+
+
+def _backward(ctx, gradient):
+    input, bias = ctx.saved_tensors
+    input_gradient, sums = _backward_operator(gradient.contiguous(), input, bias, ctx.min_val, ctx.max_val)
+    return input_gradient, *operators.vector_gradients(sums, (0, bias)), None, None
+
+
+BiasHardtanhMishFunction = operators.differentiable(_operator, _setup_context, _backward)
+
+
+def bias_hardtanh_mish(
+    input: torch.Tensor, bias: torch.Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
+) -> torch.Tensor:
+    """``mish(hardtanh(input + bias, min_val, max_val))`` for input (*, channels) and bias (channels) or None.
+
+    mish(z) = z * tanh(softplus(z)) (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019). The result
+    has the input's dtype. Raises ValueError or TypeError for arguments that do not fit.
+    """
+    checks.tensors(input=input, bias=bias)
+    if input.ndim < 1:
+        raise ValueError("input must have at least one dimension (*, channels), got a scalar")
+    checks.vectors(input.shape[-1], bias=bias)
+    checks.bounds(min_val, max_val)
+    (bias,) = as_vectors(input, bias)
+    if not precision.runs_kernels(input):
+        return reference.bias_hardtanh_mish(input, bias, min_val=min_val, max_val=max_val)
+    rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
+    return BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val)).view(input.shape)

@@ -1,0 +1,70 @@
+"""Argument checks: one ValueError or TypeError that names the argument, what was expected and what came."""
+
+import torch
+
+
+def tensors(**arguments: torch.Tensor | None) -> None:
+    """All are floating-point tensors (None allowed but for the first) of one device and, outside autocast, one dtype."""
+    first_name, first = next(iter(arguments.items()))
+    for name, tensor in arguments.items():
+        if tensor is None and name != first_name:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} must be on {first_name}'s device {first.device}, got {tensor.device}")
+        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+            raise TypeError(f"{name} must have {first_name}'s dtype {first.dtype}, got {tensor.dtype}")
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
+    """input (*, in_features) and weight (out_features, in_features), none of the features empty."""
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be 2-D (out_features, in_features), got shape {tuple(weight.shape)}")
+    if 0 in weight.shape:
+        raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight.shape)}")
+    if input.ndim < 1:
+        raise ValueError("input must have at least one dimension (*, in_features), got a scalar")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input's last dimension must be weight's in_features {weight.shape[1]}, got shape {tuple(input.shape)}"
+        )
+
+
+def vectors(length: int, **arguments: torch.Tensor | None) -> None:
+    """Each is None or holds one value a channel: shape (length,), or the same with leading ones."""
+    for name, tensor in arguments.items():
+        if tensor is not None and (tensor.shape[-1:] != (length,) or tensor.numel() != length):
+            raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
+
+
+def number(name: str, value: float, kinds: tuple[type, ...] = (int, float)) -> None:
+    """A plain number of one of these types (bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
+
+
+def groups(channels: int, num_groups: int) -> None:
+    """num_groups >= 1 divides the number of channels."""
+    number("num_groups", num_groups, (int, torch.SymInt))
+    if num_groups < 1:
+        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+    if channels % num_groups != 0:
+        raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
+
+
+def epsilon(eps: float) -> None:
+    """eps >= 0"""
+    number("eps", eps)
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+
+
+def bounds(min_val: float, max_val: float) -> None:
+    """min_val <= max_val"""
+    number("min_val", min_val)
+    number("max_val", max_val)
+    if not min_val <= max_val:
+        raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")

@@ -1,0 +1,49 @@
+"""Linear, with PyTorch's float32 precision setting, forward and backward."""
+
+import torch
+
+from ops import checks, gemm, operators, precision, reference
+from ops.chain import as_vectors
+
+_operator = operators.define(
+    "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    lambda input, weight, bias: gemm.affine(input, weight, bias),
+    lambda input, weight, bias: input.new_empty(input.shape[0], weight.shape[0]),
+)
+
+
+def _setup_context(ctx, inputs, output):
+    input, weight, bias = inputs
+    ctx.save_for_backward(input, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx, gradient):
+    input, weight = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    bias_gradient = None
+    if ctx.needs_input_grad[2]:
+        bias_gradient = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return *gemm.linear_gradients(ctx, gradient, input, weight), bias_gradient
+
+
+LinearFunction = operators.differentiable(_operator, _setup_context, _backward)
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``torch.nn.functional.linear``: input (*, in_features) @ weight (out_features, in_features).T + bias (out_features).
+
+    float32 is multiplied to float32 accuracy unless PyTorch is set to use TF32; the result has the input's dtype, or
+    autocast's. Raises ValueError or TypeError for arguments that do not fit.
+    """
+    checks.tensors(input=input, weight=weight, bias=bias)
+    checks.linear(input, weight)
+    checks.vectors(weight.shape[0], bias=bias)
+    dtype = precision.autocast_dtype(input)
+    input, weight = input.to(dtype), weight.to(dtype)
+    (bias,) = as_vectors(input, bias)
+    if not precision.runs_kernels(input):
+        return reference.linear(input, weight, bias)
+    rows = input.reshape(-1, input.shape[-1])
+    result = LinearFunction.apply(rows, weight, bias)
+    return result.view(*input.shape[:-1], weight.shape[0])

@@ -1,0 +1,235 @@
+"""L75: Linear → GroupNorm → row minimum → + bias, forward and backward."""
+
+import torch
+
+from autotune_configs import group_norm_config, linear_config
+from ops import checks, gemm, operators, precision, reference
+from ops.chain import as_vectors, check_chain, fuses_into_product
+from ops.group_norm import fits_registers, group_norm
+from ops.linear import linear
+from triton_kernels import row_minimum
+from triton_kernels.epilogues import group_norm_row_minimum_epilogue
+from triton_kernels.group_norm import column_tiles, finish_row_minimum
+from triton_kernels.group_norm import group_norm as group_norm_kernel
+from triton_kernels.linear import linear as launch_linear
+
+#: Below this many groups, or above this width, the gradient at the GEMM's output is dense enough for dense products.
+_FEWEST_SPARSE_GROUPS = 16
+_WIDEST_SPARSE_GROUP = 128
+
+
+def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, eps, training):
+    """Returns the result [C, M] and, of the group that holds each row's minimum: the minimum's column [M], the reciprocal
+    standard deviation [M] and the normalised values [M, group_size] (empty unless ``training``)."""
+    (M, K), N = input.shape, weight.shape[0]
+    group_size = N // num_groups
+    config = linear_config("group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
+    if fuses_into_product(config, group_size, input.dtype):
+        tiles = -(-N // config.epilogue_columns)
+        keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
+        launch_linear(
+            gemm.depth_contiguous(input),
+            gemm.depth_contiguous(weight),
+            group_norm_row_minimum_epilogue,
+            config,
+            output=keys,
+            saved=tile_winner,
+            vectors=(linear_bias, None, norm_weight, norm_bias),
+            scalars=(0.0, 0.0, eps),
+            group_size=group_size,
+            input_precision=precision.FLOAT32_INPUT_PRECISION,
+        )
+    else:
+        norm_config = group_norm_config(M, N, group_size)
+        tiles = column_tiles(N, group_size, norm_config)
+        keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
+        group_norm_kernel(
+            gemm.affine(input, weight, linear_bias),
+            num_groups,
+            norm_weight,
+            norm_bias,
+            eps,
+            norm_config,
+            output=keys,
+            saved=tile_winner,
+            finish=finish_row_minimum,
+        )
+    output = torch.empty(1 if bias is None else bias.numel(), M, dtype=input.dtype, device=input.device)
+    winner = row_minimum.empty_winner(M if training else 0, group_size, input.device)
+    row_minimum.finish(keys, tile_winner, bias, output, winner if training else None, group_size)
+    return output, *winner
+
+
+def _fake(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, eps, training):
+    M = input.shape[0]
+    rows = M if training else 0
+    return (
+        input.new_empty(1 if bias is None else bias.numel(), M),
+        input.new_empty(rows, dtype=torch.int32),
+        input.new_empty(rows, dtype=torch.float32),
+        input.new_empty(rows, weight.shape[0] // num_groups, dtype=torch.float32),
+    )
+
+
+def _backward_kernels(
+    minimum_gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
+):
+    """Gradients of input and weight (empty where not wanted) and, [3, N], of linear_bias, norm_weight and norm_bias.
+
+    The gradient at the GEMM's output is zero outside the group that holds a row's minimum. While groups are narrow, the
+    input's gradient gathers that group's rows of the weight, and the weight's adds up the rows that chose each group.
+    """
+    (M, K), N = input.shape, weight.shape[0]
+    group_size = N // num_groups
+    winner = (column, rstd, normalized)
+    z_gradient = row_minimum.winner_backward(minimum_gradient, winner, norm_weight, group_size)
+    order, offsets = row_minimum.rows_by_group(column, num_groups, group_size)
+    sums = row_minimum.column_gradients(minimum_gradient, winner, z_gradient, order, offsets)
+    input_gradient = input.new_empty((M, K) if input_wanted else 0)
+    weight_gradient = weight.new_empty((N, K) if weight_wanted else 0)
+    if num_groups >= _FEWEST_SPARSE_GROUPS and group_size <= _WIDEST_SPARSE_GROUP:
+        if input_wanted:
+            row_minimum.input_gradient(z_gradient, column, order, weight, input_gradient)
+        if weight_wanted:
+            row_minimum.weight_gradient(z_gradient, order, offsets, input, weight_gradient)
+        return input_gradient, weight_gradient, sums
+    dense = input.new_zeros(M, num_groups, group_size)
+    group = torch.div(column, group_size, rounding_mode="floor").long()
+    dense[torch.arange(M, device=input.device), group] = z_gradient.to(input.dtype)
+    dense = dense.view(M, N)
+    if input_wanted:
+        input_gradient = gemm.input_gradient(dense, weight)
+    if weight_wanted:
+        weight_gradient = gemm.weight_gradient(dense, input)
+    return input_gradient, weight_gradient, sums
+
+
+def _backward_fake(
+    minimum_gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
+):
+    return (
+        input.new_empty(input.shape if input_wanted else 0),
+        weight.new_empty(weight.shape if weight_wanted else 0),
+        input.new_empty(3, weight.shape[0], dtype=torch.float32),
+    )
+
+
+_operator = operators.define(
+    "linear_group_norm_min(Tensor input, Tensor weight, Tensor? linear_bias, int num_groups, Tensor? norm_weight,"
+    " Tensor? norm_bias, Tensor? bias, float eps, bool training) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake,
+)
+_backward_operator = operators.define(
+    "linear_group_norm_min_backward(Tensor minimum_gradient, Tensor column, Tensor rstd, Tensor normalized,"
+    " Tensor? norm_weight, Tensor input, Tensor weight, int num_groups, bool input_wanted, bool weight_wanted)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward_kernels,
+    _backward_fake,
+)
+
+
+def _setup_context(ctx, inputs, outputs):
+    input, weight, linear_bias, ctx.num_groups, norm_weight, norm_bias, bias, _, _ = inputs
+    ctx.save_for_backward(input, weight, *outputs[1:], linear_bias, norm_weight, norm_bias, bias)
+
+
+def _backward(ctx, gradient):
+    input, weight, column, rstd, normalized, linear_bias, norm_weight, norm_bias, bias = ctx.saved_tensors
+    input_wanted, weight_wanted = ctx.needs_input_grad[:2]
+    input_gradient, weight_gradient, sums = _backward_operator(
+        gradient.sum(0, dtype=torch.float32),
+        column,
+        rstd,
+        normalized,
+        norm_weight,
+        input,
+        weight,
+        ctx.num_groups,
+        input_wanted,
+        weight_wanted,
+    )
+    linear_bias_gradient, *norm_gradients = operators.vector_gradients(
+        sums, (0, linear_bias), (1, norm_weight), (2, norm_bias)
+    )
+    bias_gradient = None if bias is None else gradient.sum(1, dtype=torch.float32).to(bias.dtype)
+    return (
+        input_gradient if input_wanted else None,
+        weight_gradient if weight_wanted else None,
+        linear_bias_gradient,
+        None,
+        *norm_gradients,
+        bias_gradient,
+        None,
+        None,
+    )
+
+
+LinearGroupNormMinFunction = operators.differentiable(_operator, _setup_context, _backward)
+
+
+def linear_group_norm_min(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    num_groups: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``min(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), dim=1, keepdim=True)[0]
+    + bias``
+
+    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight and norm_bias (out_features) or
+    None, bias (1, channels, 1, 1) or None; float32, bfloat16, float16 or float64, all of one dtype outside autocast.
+    Returns (1, channels, batch, 1), or (batch, 1) without a bias, in the input's dtype, or autocast's. A NaN in a row is
+    its minimum; the gradient goes to one index, the first that holds the minimum. Raises ValueError or TypeError naming an
+    argument that does not fit.
+    """
+    check_chain(input, weight, num_groups, eps, linear_bias=linear_bias, norm_weight=norm_weight, norm_bias=norm_bias)
+    checks.tensors(input=input, bias=bias)
+    if input.ndim != 2:
+        raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
+    if bias is not None and (bias.ndim != 4 or bias.shape != (1, bias.shape[1], 1, 1)):
+        raise ValueError(f"bias must have shape (1, channels, 1, 1), got {tuple(bias.shape)}")
+    dtype = precision.autocast_dtype(input)
+    input, weight = input.to(dtype), weight.to(dtype)
+    linear_bias, norm_weight, norm_bias, flat_bias = as_vectors(input, linear_bias, norm_weight, norm_bias, bias)
+    if not precision.runs_kernels(input):
+        shaped_bias = None if bias is None else flat_bias.view(bias.shape)
+        return reference.linear_group_norm_min(
+            input, weight, linear_bias, num_groups, norm_weight, norm_bias, shaped_bias, eps=eps
+        )
+    if not fits_registers(weight.shape[0], 1, num_groups):
+        normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps=eps)
+        minimum = normalized.min(dim=1, keepdim=True)[0]
+        return minimum if bias is None else (minimum + bias).to(dtype)
+    training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias, bias)
+    result = LinearGroupNormMinFunction.apply(
+        input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, float(eps), training
+    )
+    return result.view(-1, 1) if bias is None else result.view(1, *result.shape, 1)
+
+
+class LinearGroupNormMin(torch.nn.Module):
+    """``min(group_norm(gemm(x)), dim=1, keepdim=True)[0] + bias`` with ``gemm.*``, ``group_norm.*`` and ``bias``."""
+
+    def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple[int, ...]):
+        super().__init__()
+        self.gemm = torch.nn.Linear(in_features, out_features)
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_features)
+        self.bias = torch.nn.Parameter(torch.randn(bias_shape))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear_group_norm_min(
+            input,
+            self.gemm.weight,
+            self.gemm.bias,
+            self.group_norm.num_groups,
+            self.group_norm.weight,
+            self.group_norm.bias,
+            self.bias,
+            eps=self.group_norm.eps,
+        )

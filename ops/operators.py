@@ -1,0 +1,58 @@
+"""How the kernels become PyTorch operators: ``torch.ops.normfuse.*``, with fakes, and autograd Functions over them."""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_NAMESPACE = "normfuse"
+
+
+def define(schema: str, implementation: Callable, fake: Callable) -> Callable:
+    """Register an operator for CUDA (and the CPU, for the interpreter) with its fake; returns it, callable."""
+    name = f"{_NAMESPACE}::{schema.split('(')[0]}"
+    torch.library.define(name, schema[schema.index("(") :], tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(name, ("cuda", "cpu"), implementation)
+    torch.library.register_fake(name, fake)
+    return getattr(getattr(torch.ops, _NAMESPACE), schema.split("(")[0]).default
+
+
+def differentiable(operator: Callable, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
+    """An autograd Function over ``operator``, whose first output is the result and whose others are kept for backward.
+
+    ``setup_context(ctx, inputs, outputs)`` saves and ``backward(ctx, gradient)`` returns a gradient for each input. The
+    operator itself gets the same formula, so that it can be differentiated where it is met without the Function.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda")
+        def forward(ctx, *inputs):
+            outputs = operator(*inputs)
+            setup_context(ctx, inputs, outputs)
+            return outputs[0] if isinstance(outputs, tuple) else outputs
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        @once_differentiable
+        def backward(ctx, gradient):
+            return backward(ctx, gradient)
+
+    def register_setup_context(ctx, inputs, output):
+        setup_context(ctx, inputs, output)
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[1:])
+
+    def register_backward(ctx, gradient, *others):
+        return backward(ctx, gradient)
+
+    torch.library.register_autograd(operator, register_backward, setup_context=register_setup_context)
+    return Function
+
+
+def vector_gradients(sums: torch.Tensor, *vectors: tuple[int, torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """For each (i, vector): row i of ``sums`` in the vector's dtype and shape, its gradient; None where there is none."""
+    dtypes = {vector.dtype for _, vector in vectors if vector is not None}
+    if len(dtypes) == 1:
+        sums = sums.to(dtypes.pop())
+    return [None if vector is None else sums[i].to(vector.dtype).view(vector.shape) for i, vector in vectors]

@@ -1,0 +1,36 @@
+"""Where and in which precision a call runs: the kernels or the reference, PyTorch's float32 setting, autocast."""
+
+import torch
+
+from triton_kernels.device import INTERPRETED
+
+#: tl.dot's way of multiplying float32 matrices to float32 accuracy on tensor cores: three TF32 products, added in float32.
+FLOAT32_INPUT_PRECISION = "tf32x3"
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """Kernels take float32, bfloat16 and float16 on a GPU, and on the CPU where Triton interprets; others the reference."""
+    on_device = tensor.device.type == "cuda" or (INTERPRETED and tensor.device.type == "cpu")
+    return on_device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def library_multiplies(dtype: torch.dtype) -> bool:
+    """Whether matrices of this dtype are multiplied by the library: float32 where PyTorch is set to use TF32.
+
+    The tensor cores cut operands off to TF32 where the library rounds them: 5.6e-4 against 2.9e-4 of error at K = 8192
+    (H200). Rounding in the kernel would take longer than the product, so there the library's product is the better one.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype a matrix product of this tensor runs in: autocast's where it is on and takes the tensor (not float64)."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return tensor.dtype
+
+
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,103 @@
+"""The same chains in plain PyTorch: what CPU tensors and float64 run, and what the kernels are compared with."""
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input @ weight.T + bias"""
+    return F.linear(input, weight, bias)
+
+
+def bias_hardtanh_mish(
+    input: Tensor, bias: Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
+) -> Tensor:
+    """mish(hardtanh(input + bias))"""
+    return F.mish(F.hardtanh(input if bias is None else input + bias, min_val, max_val))
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """torch.nn.functional.group_norm, of empty batches too.
+
+    Its backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is passed there.
+    """
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)
+    if input.numel() == 0:
+        shape = (1, -1) + (1,) * (input.ndim - 2)
+        scaled = input if weight is None else input * weight.view(shape)
+        return scaled if bias is None else scaled + bias.view(shape)
+    return F.group_norm(input, num_groups, weight, bias, eps)
+
+
+def group_norm_hardtanh(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """hardtanh(group_norm(input))"""
+    return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), min_val, max_val)
+
+
+def linear_hardtanh_mish_group_norm(
+    input: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """group_norm(mish(hardtanh(linear(input) + bias))) over the last dimension"""
+    rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
+    activated = bias_hardtanh_mish(rows, bias, min_val=min_val, max_val=max_val)
+    normalized = group_norm(activated, num_groups, norm_weight, norm_bias, eps=eps)
+    return normalized.view(*input.shape[:-1], weight.shape[0])
+
+
+def linear_group_norm_min(
+    input: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> Tensor:
+    """min(group_norm(linear(input)), dim=1, keepdim=True) + bias"""
+    normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps=eps)
+    minimum = torch.min(normalized, dim=1, keepdim=True)[0]
+    return minimum if bias is None else minimum + bias
+
+
+def linear_group_norm_hardtanh(
+    input: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """hardtanh(group_norm(linear(input))) over the last dimension"""
+    rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
+    result = group_norm_hardtanh(rows, num_groups, norm_weight, norm_bias, min_val=min_val, max_val=max_val, eps=eps)
+    return result.view(*input.shape[:-1], weight.shape[0])

@@ -1,0 +1,124 @@
+"""A pointwise function of a matrix plus a bias over its columns, forward and backward."""
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.column_sums import column_sums
+from triton_kernels.device import on_device_of
+from triton_kernels.pointwise import Pointwise
+
+_BLOCK_M = 16
+_BLOCK_C = 128
+_ROWS_PER_PROGRAM = 64
+
+
+@triton.jit
+def bias_pointwise_kernel(
+    input,  # [M, C]
+    bias,  # [C] or None
+    output,  # [M, C]
+    M,
+    C,
+    min_val,
+    max_val,
+    FUNCTION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """output = FUNCTION(input + bias)"""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (rows < M)[:, None] & (columns < C)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * C + columns[None, :]
+    z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        z += tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
+    tl.store(output + offsets, FUNCTION(z, min_val, max_val).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def bias_pointwise_backward_kernel(
+    output_gradient,  # [M, C]
+    input,  # [M, C]
+    bias,  # [C] or None
+    input_gradient,  # [M, C]
+    partials,  # [1, chunks, C]: sums of input_gradient over a chunk's rows
+    M,
+    C,
+    min_val,
+    max_val,
+    rows_per_program,
+    GRADIENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """input_gradient = GRADIENT(output_gradient, input + bias), and its column sums on the way."""
+    chunk = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    shift = tl.zeros((BLOCK_C,), tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)
+    first_row = chunk * rows_per_program
+    for row in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        inside = (rows < M)[:, None] & (columns < C)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * C + columns[None, :]
+        z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
+        dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
+        dz = GRADIENT(dy, z, min_val, max_val)
+        tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
+        total += tl.where(inside, dz, 0.0)
+    tl.store(partials + chunk.to(tl.int64) * C + columns, tl.sum(total, 0), mask=columns < C)
+
+
+def bias_pointwise(
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    pointwise: Pointwise,
+    bounds: tuple[float, float],
+    *,
+    output: torch.Tensor,
+) -> None:
+    """output [M, C] = pointwise(input + bias), both matrices contiguous."""
+    M, C = input.shape
+    if M == 0 or C == 0:
+        return
+    with on_device_of(input):
+        bias_pointwise_kernel[(triton.cdiv(M, _BLOCK_M), triton.cdiv(C, _BLOCK_C))](
+            input, bias, output, M, C, *bounds, FUNCTION=pointwise.function, BLOCK_M=_BLOCK_M, BLOCK_C=_BLOCK_C
+        )
+
+
+def bias_pointwise_backward(
+    output_gradient: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    pointwise: Pointwise,
+    bounds: tuple[float, float],
+    *,
+    input_gradient: torch.Tensor,
+) -> torch.Tensor:
+    """Gradients of ``bias_pointwise``, all matrices [M, C] and contiguous; returns the bias's, [1, C] in float32."""
+    M, C = input.shape
+    if M == 0 or C == 0:
+        return torch.zeros(1, C, dtype=torch.float32, device=input.device)
+    chunks = triton.cdiv(M, _ROWS_PER_PROGRAM)
+    partials = torch.empty(1, chunks, C, dtype=torch.float32, device=input.device)
+    with on_device_of(input):
+        bias_pointwise_backward_kernel[(chunks, triton.cdiv(C, _BLOCK_C))](
+            output_gradient,
+            input,
+            bias,
+            input_gradient,
+            partials,
+            M,
+            C,
+            *bounds,
+            _ROWS_PER_PROGRAM,
+            GRADIENT=pointwise.gradient,
+            BLOCK_M=_BLOCK_M,
+            BLOCK_C=_BLOCK_C,
+        )
+    return column_sums(partials)

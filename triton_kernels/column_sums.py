@@ -1,0 +1,40 @@
+"""The second stage of every sum over rows: partial sums are added in a fixed order, so the result is deterministic."""
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.device import on_device_of
+
+
+@triton.jit
+def column_sums_kernel(
+    partials,  # [sums, chunks, C] float32
+    output,  # [sums, C] float32
+    chunks,
+    C,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """output[s, c] = sum over the chunks of partials[s, :, c]"""
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    index = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float32)
+    for first in range(0, chunks, BLOCK_CHUNKS):
+        chunk = first + tl.arange(0, BLOCK_CHUNKS)
+        inside = (chunk < chunks)[:, None] & (columns < C)[None, :]
+        source = partials + (index * chunks + chunk)[:, None] * C + columns[None, :]
+        total += tl.load(source, mask=inside, other=0.0)
+    tl.store(output + index * C + columns, tl.sum(total, 0), mask=columns < C)
+
+
+def column_sums(partials: torch.Tensor) -> torch.Tensor:
+    """Sum ``partials`` [sums, chunks, C] (float32, contiguous) over the chunks; returns [sums, C] in float32."""
+    sums, chunks, C = partials.shape
+    output = torch.empty(sums, C, dtype=torch.float32, device=partials.device)
+    block_c = 64
+    with on_device_of(partials):
+        column_sums_kernel[(triton.cdiv(C, block_c), sums)](
+            partials, output, chunks, C, BLOCK_CHUNKS=16, BLOCK_C=block_c, num_warps=4
+        )
+    return output

@@ -1,0 +1,277 @@
+"""Group norm of matrices whose groups fit one program's registers: one pass forward, one pass backward.
+
+Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G, BLOCK_GROUP]:
+rows, groups, and the members of a group padded to a power of two. A pointwise function may come before (ACTIVATION) and
+after (FINAL) the norm.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.column_sums import column_sums
+from triton_kernels.device import on_device_of
+from triton_kernels.group_statistics import normalize_groups
+from triton_kernels.pointwise import IDENTITY, Pointwise
+from triton_kernels.row_minimum import store_row_minimum
+
+#: The widest group that one program holds in registers.
+WIDEST_GROUP = 8192
+
+
+@dataclass(frozen=True)
+class GroupNormConfig:
+    """A program takes ``block_columns`` columns (at least one group), ``block_m`` rows at a time.
+
+    In the backward pass it walks down ``rows_per_program`` rows, adding up its columns' sums.
+    """
+
+    block_m: int
+    block_columns: int
+    rows_per_program: int
+    num_warps: int = 8
+
+    def blocks(self, group_size: int) -> dict[str, int]:
+        block_group = triton.next_power_of_2(group_size)
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_G": max(1, self.block_columns // block_group),
+            "BLOCK_GROUP": block_group,
+        }
+
+
+@triton.jit
+def place_tile(
+    row,
+    group,
+    M,
+    num_groups,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """Columns [1, BLOCK_G, BLOCK_GROUP] of the tile at (row, group), which are real, and the offsets and mask of it all."""
+    rows = (row + tl.arange(0, BLOCK_M))[:, None, None]
+    groups = (group + tl.arange(0, BLOCK_G))[None, :, None]
+    members = tl.arange(0, BLOCK_GROUP)[None, None, :]
+    columns = groups * GROUP_SIZE + members
+    real = (groups < num_groups) & (members < GROUP_SIZE)
+    offsets = rows.to(tl.int64) * (num_groups * GROUP_SIZE) + columns
+    return columns, real, offsets, real & (rows < M)
+
+
+@triton.jit
+def load_affine(norm_weight, norm_bias, columns, real):
+    """The norm's weight and bias at ``columns`` in float32; 1 and 0 where there are none."""
+    weight = tl.full(columns.shape, 1.0, tl.float32)
+    shift = tl.zeros(columns.shape, tl.float32)
+    if norm_weight is not None:
+        weight = tl.load(norm_weight + columns, mask=real, other=0.0).to(tl.float32)
+    if norm_bias is not None:
+        shift = tl.load(norm_bias + columns, mask=real, other=0.0).to(tl.float32)
+    return weight, shift
+
+
+@triton.jit
+def finish_matrix(y, normalized, rstd, real, offsets, inside, place, output, saved, GROUP_SIZE: tl.constexpr):
+    """output = the normalised matrix."""
+    tl.store(output + offsets, y.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_row_minimum(y, normalized, rstd, real, offsets, inside, place, output, saved, GROUP_SIZE: tl.constexpr):
+    """output, saved = this tile's part of the row minimum; see ``row_minimum``."""
+    row, group, tile, M = place
+    store_row_minimum(y, normalized, rstd, real, row, group, tile, M, output, saved, GROUP_SIZE)
+
+
+@triton.jit
+def group_norm_kernel(
+    input,  # [M, C]
+    norm_weight,  # [C] or None
+    norm_bias,  # [C] or None
+    output,
+    saved,
+    M,
+    num_groups,
+    min_val,
+    max_val,
+    eps,
+    ACTIVATION: tl.constexpr,
+    FINAL: tl.constexpr,
+    FINISH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """FINISH(FINAL(group_norm(ACTIVATION(input))))"""
+    row = tl.program_id(0) * BLOCK_M
+    tile = tl.program_id(1)
+    group = tile * BLOCK_G
+    columns, real, offsets, inside = place_tile(row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP)
+    weight, shift = load_affine(norm_weight, norm_bias, columns, real)
+    z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    normalized, rstd = normalize_groups(ACTIVATION(z, min_val, max_val), real, eps, GROUP_SIZE)
+    y = FINAL(normalized * weight + shift, min_val, max_val)
+    FINISH(y, normalized, rstd, real, offsets, inside, (row, group, tile, M), output, saved, GROUP_SIZE)
+
+
+@triton.jit
+def group_norm_backward_kernel(
+    output_gradient,  # [M, C]
+    input,  # [M, C]
+    norm_weight,  # [C] or None
+    norm_bias,  # [C] or None
+    input_gradient,  # [M, C]
+    partials,  # [3, chunks, C]: sums over a chunk's rows of input_gradient, of dy * normalized, and of dy
+    M,
+    num_groups,
+    min_val,
+    max_val,
+    eps,
+    rows_per_program,
+    ACTIVATION: tl.constexpr,
+    ACTIVATION_GRADIENT: tl.constexpr,
+    FINAL_GRADIENT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """input_gradient of FINAL(group_norm(ACTIVATION(input))), and the column sums on the way.
+
+    With a = ACTIVATION(input), x = (a - mean) * rstd and g = weight * dy (Wu and He, Group Normalization, 2018):
+    da = rstd * (g - mean(g) - x * mean(g * x)), the means over each group.
+    """
+    chunk = tl.program_id(0)
+    group = tl.program_id(1) * BLOCK_G
+    input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
+    weight_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
+    shift_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
+    first_row = chunk * rows_per_program
+    columns, real, offsets, inside = place_tile(
+        first_row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
+    )
+    weight, shift = load_affine(norm_weight, norm_bias, columns, real)
+    for row in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
+        columns, real, offsets, inside = place_tile(
+            row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
+        )
+        z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
+        normalized, rstd = normalize_groups(ACTIVATION(z, min_val, max_val), real, eps, GROUP_SIZE)
+        dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
+        scaled = dy * weight
+        mean = tl.expand_dims(tl.sum(scaled, 2) / GROUP_SIZE, 2)
+        projection = tl.expand_dims(tl.sum(scaled * normalized, 2) / GROUP_SIZE, 2)
+        dz = tl.expand_dims(rstd, 2) * (scaled - mean - normalized * projection)
+        dz = ACTIVATION_GRADIENT(dz, z, min_val, max_val)
+        tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
+        input_sum += tl.where(inside, dz, 0.0)
+        weight_sum += tl.where(inside, dy * normalized, 0.0)
+        shift_sum += tl.where(inside, dy, 0.0)
+    C = num_groups * GROUP_SIZE
+    columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
+    real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
+    target = partials + chunk.to(tl.int64) * C + columns
+    sum_stride = tl.num_programs(0).to(tl.int64) * C
+    tl.store(target, tl.sum(input_sum, 0), mask=real)
+    tl.store(target + sum_stride, tl.sum(weight_sum, 0), mask=real)
+    tl.store(target + 2 * sum_stride, tl.sum(shift_sum, 0), mask=real)
+
+
+def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
+    """How many tiles a row is cut into."""
+    return triton.cdiv(channels // group_size, config.blocks(group_size)["BLOCK_G"])
+
+
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    config: GroupNormConfig,
+    *,
+    output: torch.Tensor,
+    saved: tuple[torch.Tensor, ...] | None = None,
+    activation: Pointwise = IDENTITY,
+    final: Pointwise = IDENTITY,
+    bounds: tuple[float, float] = (0.0, 0.0),
+    finish: triton.runtime.JITFunction = finish_matrix,
+) -> None:
+    """output [M, C] = final(group_norm(activation(input))) for contiguous ``input``; or what ``finish`` makes of it."""
+    M, C = input.shape
+    if M == 0:
+        return
+    group_size = C // num_groups
+    with on_device_of(input):
+        group_norm_kernel[(triton.cdiv(M, config.block_m), column_tiles(C, group_size, config))](
+            input,
+            norm_weight,
+            norm_bias,
+            output,
+            saved,
+            M,
+            num_groups,
+            *bounds,
+            eps,
+            ACTIVATION=activation.function,
+            FINAL=final.function,
+            FINISH=finish,
+            GROUP_SIZE=group_size,
+            **config.blocks(group_size),
+            num_warps=config.num_warps,
+        )
+
+
+def group_norm_backward(
+    output_gradient: torch.Tensor,
+    input: torch.Tensor,
+    num_groups: int,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    config: GroupNormConfig,
+    *,
+    input_gradient: torch.Tensor,
+    activation: Pointwise = IDENTITY,
+    final: Pointwise = IDENTITY,
+    bounds: tuple[float, float] = (0.0, 0.0),
+) -> torch.Tensor:
+    """Gradients of ``group_norm``; all matrices are [M, C] and contiguous.
+
+    Returns [3, C] in float32: the sum of ``input_gradient`` over the rows (the gradient of a bias added to the input),
+    the gradient of ``norm_weight`` and that of ``norm_bias``.
+    """
+    M, C = input.shape
+    if M == 0:
+        return torch.zeros(3, C, dtype=torch.float32, device=input.device)
+    group_size = C // num_groups
+    chunks = triton.cdiv(M, config.rows_per_program)
+    partials = torch.empty(3, chunks, C, dtype=torch.float32, device=input.device)
+    with on_device_of(input):
+        group_norm_backward_kernel[(chunks, column_tiles(C, group_size, config))](
+            output_gradient,
+            input,
+            norm_weight,
+            norm_bias,
+            input_gradient,
+            partials,
+            M,
+            num_groups,
+            *bounds,
+            eps,
+            config.rows_per_program,
+            ACTIVATION=activation.function,
+            ACTIVATION_GRADIENT=activation.gradient,
+            FINAL_GRADIENT=final.gradient,
+            GROUP_SIZE=group_size,
+            **config.blocks(group_size),
+            num_warps=config.num_warps,
+        )
+    return column_sums(partials)

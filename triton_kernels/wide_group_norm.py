@@ -1,0 +1,334 @@
+"""Group norm of groups too wide for one program: partial statistics, their merge, and a pass that applies them.
+
+Values are contiguous [B, C, S]: samples, channels, and pixels (all further axes; 1 where there are none). A group is
+GROUP_SIZE neighbouring channels of a sample, GROUP_SIZE * S neighbouring values; its statistics are first taken over
+blocks of it (count, mean and M2, the sum of centred squares) and then merged after Chan, Golub and LeVeque, Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.column_sums import column_sums
+from triton_kernels.device import on_device_of
+from triton_kernels.pointwise import IDENTITY, Pointwise
+
+_BLOCK = 4096
+
+
+@triton.jit
+def partial_statistics_kernel(
+    input,  # [B * G, width]: one group a row
+    partial_mean,  # [B * G, blocks]
+    partial_m2,  # [B * G, blocks]
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Mean and M2 of one block of one group; how many values it counts follows from its place."""
+    block = tl.program_id(1)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    values = tl.load(input + tl.program_id(0).to(tl.int64) * width + places, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(values, 0) / tl.minimum(width - block * BLOCK, BLOCK)
+    centred = tl.where(inside, values - mean, 0.0)
+    target = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + block
+    tl.store(partial_mean + target, mean)
+    tl.store(partial_m2 + target, tl.sum(centred * centred, 0))
+
+
+@triton.jit
+def merge_statistics_kernel(
+    partial_mean,  # [B * G, blocks]
+    partial_m2,  # [B * G, blocks]
+    mean,  # [B * G]
+    rstd,  # [B * G]
+    blocks,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """mean = sum of count_i mean_i / width; M2 = sum of M2_i + count_i (mean_i - mean)**2; rstd = 1/sqrt(M2/width + eps)"""
+    source = tl.program_id(0).to(tl.int64) * blocks
+    weighted = tl.zeros((MERGE,), tl.float32)
+    for first in range(0, blocks, MERGE):
+        index = first + tl.arange(0, MERGE)
+        share = tl.maximum(tl.minimum(width - index * BLOCK, BLOCK), 0).to(tl.float32) / width
+        weighted += share * tl.load(partial_mean + source + index, mask=index < blocks, other=0.0)
+    merged_mean = tl.sum(weighted, 0)
+    variances = tl.zeros((MERGE,), tl.float32)
+    for first in range(0, blocks, MERGE):
+        index = first + tl.arange(0, MERGE)
+        share = tl.maximum(tl.minimum(width - index * BLOCK, BLOCK), 0).to(tl.float32) / width
+        shift = tl.load(partial_mean + source + index, mask=index < blocks, other=0.0) - merged_mean
+        variances += (
+            tl.load(partial_m2 + source + index, mask=index < blocks, other=0.0) / width + share * shift * shift
+        )
+    tl.store(mean + tl.program_id(0), merged_mean)
+    tl.store(rstd + tl.program_id(0), tl.rsqrt(tl.sum(variances, 0) + eps))
+
+
+@triton.jit
+def load_channels(pointer, group, members, GROUP_SIZE: tl.constexpr, ABSENT: tl.constexpr):
+    """A vector over the channels at ``members`` of a group, in float32; ABSENT everywhere where there is none."""
+    values = tl.full(members.shape, ABSENT, tl.float32)
+    if pointer is not None:
+        values = tl.load(pointer + group * GROUP_SIZE + members, mask=members < GROUP_SIZE, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def apply_kernel(
+    input,  # [B * G, width]
+    mean,  # [B * G]
+    rstd,  # [B * G]
+    norm_weight,  # [C] or None
+    norm_bias,  # [C] or None
+    output,  # [B * G, width]
+    width,
+    pixels,
+    num_groups,
+    min_val,
+    max_val,
+    FINAL: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """output = FINAL((input - mean) * rstd * norm_weight + norm_bias), a block of a group a program"""
+    sample_group = tl.program_id(0)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    members = places // pixels
+    offsets = sample_group.to(tl.int64) * width + places
+    weight = load_channels(norm_weight, sample_group % num_groups, members, GROUP_SIZE, 1.0)
+    shift = load_channels(norm_bias, sample_group % num_groups, members, GROUP_SIZE, 0.0)
+    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    normalized = (values - tl.load(mean + sample_group)) * tl.load(rstd + sample_group)
+    y = FINAL(normalized * weight + shift, min_val, max_val)
+    tl.store(output + offsets, y.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def channel_sums_kernel(
+    output_gradient,  # [B * C, pixels]
+    input,  # [B * C, pixels]
+    mean,  # [B * G]
+    rstd,  # [B * G]
+    norm_weight,  # [C] or None
+    norm_bias,  # [C] or None
+    sums,  # [2, B, C]: sums over the pixels of dy * normalized, and of dy
+    rows,  # B * C
+    pixels,
+    channels,
+    min_val,
+    max_val,
+    FINAL_GRADIENT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PIXELS: tl.constexpr,
+):
+    """Each sample's and channel's share of the gradients of the norm's weight and bias."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_inside = row < rows
+    channel = row % channels
+    weight = tl.full((BLOCK_ROWS,), 1.0, tl.float32)
+    shift = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if norm_weight is not None:
+        weight = tl.load(norm_weight + channel, mask=row_inside, other=0.0).to(tl.float32)
+    if norm_bias is not None:
+        shift = tl.load(norm_bias + channel, mask=row_inside, other=0.0).to(tl.float32)
+    row_mean = tl.load(mean + row // GROUP_SIZE, mask=row_inside, other=0.0)
+    row_rstd = tl.load(rstd + row // GROUP_SIZE, mask=row_inside, other=0.0)
+    weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_PIXELS), tl.float32)
+    shift_sum = tl.zeros((BLOCK_ROWS, BLOCK_PIXELS), tl.float32)
+    for first in range(0, pixels, BLOCK_PIXELS):
+        pixel = first + tl.arange(0, BLOCK_PIXELS)
+        inside = row_inside[:, None] & (pixel < pixels)[None, :]
+        offsets = row[:, None] * pixels + pixel[None, :]
+        values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
+        normalized = (values - row_mean[:, None]) * row_rstd[:, None]
+        dy = FINAL_GRADIENT(dy, normalized * weight[:, None] + shift[:, None], min_val, max_val)
+        weight_sum += tl.where(inside, dy * normalized, 0.0)
+        shift_sum += tl.where(inside, dy, 0.0)
+    tl.store(sums + row, tl.sum(weight_sum, 1), mask=row_inside)
+    tl.store(sums + (rows + row), tl.sum(shift_sum, 1), mask=row_inside)
+
+
+@triton.jit
+def group_means_kernel(
+    sums,  # [2, B * G, GROUP_SIZE]
+    norm_weight,  # [C] or None
+    means,  # [2, B * G]
+    width,
+    num_groups,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each group's means of norm_weight * dy * normalized and of norm_weight * dy."""
+    sample_group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    projection = tl.zeros((BLOCK,), tl.float32)
+    mean = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, GROUP_SIZE, BLOCK):
+        members = first + tl.arange(0, BLOCK)
+        inside = members < GROUP_SIZE
+        weight = load_channels(norm_weight, sample_group % num_groups, members, GROUP_SIZE, 1.0)
+        source = sums + sample_group.to(tl.int64) * GROUP_SIZE + members
+        projection += weight * tl.load(source, mask=inside, other=0.0)
+        mean += weight * tl.load(source + groups.to(tl.int64) * GROUP_SIZE, mask=inside, other=0.0)
+    tl.store(means + sample_group, tl.sum(projection, 0) / width)
+    tl.store(means + groups + sample_group, tl.sum(mean, 0) / width)
+
+
+@triton.jit
+def apply_backward_kernel(
+    output_gradient,  # [B * G, width]
+    input,  # [B * G, width]
+    mean,  # [B * G]
+    rstd,  # [B * G]
+    means,  # [2, B * G]
+    norm_weight,  # [C] or None
+    norm_bias,  # [C] or None
+    input_gradient,  # [B * G, width]
+    width,
+    pixels,
+    num_groups,
+    min_val,
+    max_val,
+    FINAL_GRADIENT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """input_gradient = rstd * (g - mean(g) - x * mean(g * x)), with x the normalised input and g = norm_weight * dy"""
+    sample_group = tl.program_id(0)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    members = places // pixels
+    offsets = sample_group.to(tl.int64) * width + places
+    weight = load_channels(norm_weight, sample_group % num_groups, members, GROUP_SIZE, 1.0)
+    shift = load_channels(norm_bias, sample_group % num_groups, members, GROUP_SIZE, 0.0)
+    group_rstd = tl.load(rstd + sample_group)
+    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
+    normalized = (values - tl.load(mean + sample_group)) * group_rstd
+    dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
+    projection = tl.load(means + sample_group)
+    gradient_mean = tl.load(means + tl.num_programs(0) + sample_group)
+    gradient = group_rstd * (dy * weight - gradient_mean - normalized * projection)
+    tl.store(input_gradient + offsets, gradient.to(input_gradient.dtype.element_ty), mask=inside)
+
+
+def group_statistics(input: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and reciprocal standard deviation [B * num_groups], float32, of contiguous ``input`` [B, C, S], not empty."""
+    rows = input.shape[0] * num_groups
+    width = input.numel() // rows
+    blocks = triton.cdiv(width, _BLOCK)
+    partials = torch.empty(2, rows, blocks, dtype=torch.float32, device=input.device)
+    mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=input.device).unbind()
+    with on_device_of(input):
+        partial_statistics_kernel[(rows, blocks)](input, partials[0], partials[1], width, BLOCK=_BLOCK)
+        merge_statistics_kernel[(rows,)](
+            partials[0], partials[1], mean, rstd, blocks, width, eps, BLOCK=_BLOCK, MERGE=256
+        )
+    return mean, rstd
+
+
+def wide_group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    *,
+    output: torch.Tensor,
+    final: Pointwise = IDENTITY,
+    bounds: tuple[float, float] = (0.0, 0.0),
+) -> None:
+    """output = final(group_norm(input)), both contiguous [B, C, S]."""
+    if input.numel() == 0:
+        return
+    B, C, S = input.shape
+    mean, rstd = group_statistics(input, num_groups, eps)
+    width = C // num_groups * S
+    with on_device_of(input):
+        apply_kernel[(B * num_groups, triton.cdiv(width, _BLOCK))](
+            input,
+            mean,
+            rstd,
+            norm_weight,
+            norm_bias,
+            output,
+            width,
+            S,
+            num_groups,
+            *bounds,
+            FINAL=final.function,
+            GROUP_SIZE=C // num_groups,
+            BLOCK=_BLOCK,
+        )
+
+
+def wide_group_norm_backward(
+    output_gradient: torch.Tensor,
+    input: torch.Tensor,
+    num_groups: int,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    *,
+    input_gradient: torch.Tensor,
+    final: Pointwise = IDENTITY,
+    bounds: tuple[float, float] = (0.0, 0.0),
+) -> torch.Tensor:
+    """Gradients of ``wide_group_norm``; returns those of norm_weight and norm_bias, [2, C] in float32."""
+    B, C, S = input.shape
+    if input.numel() == 0:
+        return torch.zeros(2, C, dtype=torch.float32, device=input.device)
+    group_size = C // num_groups
+    width = group_size * S
+    mean, rstd = group_statistics(input, num_groups, eps)
+    sums = torch.empty(2, B, C, dtype=torch.float32, device=input.device)
+    means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
+    block_pixels = min(1024, triton.next_power_of_2(S))
+    block_rows = 1024 // block_pixels
+    with on_device_of(input):
+        channel_sums_kernel[(triton.cdiv(B * C, block_rows),)](
+            output_gradient,
+            input,
+            mean,
+            rstd,
+            norm_weight,
+            norm_bias,
+            sums,
+            B * C,
+            S,
+            C,
+            *bounds,
+            FINAL_GRADIENT=final.gradient,
+            GROUP_SIZE=group_size,
+            BLOCK_ROWS=block_rows,
+            BLOCK_PIXELS=block_pixels,
+        )
+        group_means_kernel[(B * num_groups,)](
+            sums, norm_weight, means, width, num_groups, GROUP_SIZE=group_size, BLOCK=256
+        )
+        apply_backward_kernel[(B * num_groups, triton.cdiv(width, _BLOCK))](
+            output_gradient,
+            input,
+            mean,
+            rstd,
+            means,
+            norm_weight,
+            norm_bias,
+            input_gradient,
+            width,
+            S,
+            num_groups,
+            *bounds,
+            FINAL_GRADIENT=final.gradient,
+            GROUP_SIZE=group_size,
+            BLOCK=_BLOCK,
+        )
+    return column_sums(sums)
