@@ -72,9 +72,10 @@ def _fake(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, 
 
 
 def _backward_kernels(
-    minimum_gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
+    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
 ):
-    """Gradients of input and weight (empty where not wanted) and, [3, N], of linear_bias, norm_weight and norm_bias.
+    """Gradients of input and weight (empty where not wanted), of linear_bias, norm_weight and norm_bias [3, N], and of
+    bias [C].
 
     The gradient at the GEMM's output is zero outside the group that holds a row's minimum. While groups are narrow, the
     input's gradient gathers that group's rows of the weight, and the weight's adds up the rows that chose each group.
@@ -82,6 +83,7 @@ def _backward_kernels(
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     winner = (column, rstd, normalized)
+    minimum_gradient, bias_gradient = row_minimum.output_gradient_sums(gradient)
     z_gradient = row_minimum.winner_backward(minimum_gradient, winner, norm_weight, group_size)
     order, offsets = row_minimum.rows_by_group(column, num_groups, group_size)
     sums = row_minimum.column_gradients(minimum_gradient, winner, z_gradient, order, offsets)
@@ -92,7 +94,7 @@ def _backward_kernels(
             row_minimum.input_gradient(z_gradient, column, order, weight, input_gradient)
         if weight_wanted:
             row_minimum.weight_gradient(z_gradient, order, offsets, input, weight_gradient)
-        return input_gradient, weight_gradient, sums
+        return input_gradient, weight_gradient, sums, bias_gradient
     dense = input.new_zeros(M, num_groups, group_size)
     group = torch.div(column, group_size, rounding_mode="floor").long()
     dense[torch.arange(M, device=input.device), group] = z_gradient.to(input.dtype)
@@ -101,16 +103,17 @@ def _backward_kernels(
         input_gradient = gemm.input_gradient(dense, weight)
     if weight_wanted:
         weight_gradient = gemm.weight_gradient(dense, input)
-    return input_gradient, weight_gradient, sums
+    return input_gradient, weight_gradient, sums, bias_gradient
 
 
 def _backward_fake(
-    minimum_gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
+    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
 ):
     return (
         input.new_empty(input.shape if input_wanted else 0),
         weight.new_empty(weight.shape if weight_wanted else 0),
         input.new_empty(3, weight.shape[0], dtype=torch.float32),
+        gradient.new_empty(gradient.shape[0], dtype=torch.float32),
     )
 
 
@@ -121,9 +124,9 @@ _operator = operators.define(
     _fake,
 )
 _backward_operator = operators.define(
-    "linear_group_norm_min_backward(Tensor minimum_gradient, Tensor column, Tensor rstd, Tensor normalized,"
+    "linear_group_norm_min_backward(Tensor gradient, Tensor column, Tensor rstd, Tensor normalized,"
     " Tensor? norm_weight, Tensor input, Tensor weight, int num_groups, bool input_wanted, bool weight_wanted)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
 )
@@ -137,8 +140,8 @@ def _setup_context(ctx, inputs, outputs):
 def _backward(ctx, gradient):
     input, weight, column, rstd, normalized, linear_bias, norm_weight, norm_bias, bias = ctx.saved_tensors
     input_wanted, weight_wanted = ctx.needs_input_grad[:2]
-    input_gradient, weight_gradient, sums = _backward_operator(
-        gradient.sum(0, dtype=torch.float32),
+    input_gradient, weight_gradient, sums, bias_gradient = _backward_operator(
+        gradient,
         column,
         rstd,
         normalized,
@@ -152,14 +155,13 @@ def _backward(ctx, gradient):
     linear_bias_gradient, *norm_gradients = operators.vector_gradients(
         sums, (0, linear_bias), (1, norm_weight), (2, norm_bias)
     )
-    bias_gradient = None if bias is None else gradient.sum(1, dtype=torch.float32).to(bias.dtype)
     return (
         input_gradient if input_wanted else None,
         weight_gradient if weight_wanted else None,
         linear_bias_gradient,
         None,
         *norm_gradients,
-        bias_gradient,
+        None if bias is None else bias_gradient.to(bias.dtype),
         None,
         None,
     )

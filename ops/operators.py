@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
 _NAMESPACE = "normfuse"
 
@@ -34,9 +33,14 @@ def differentiable(operator: Callable, setup_context: Callable, backward: Callab
 
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
-        @once_differentiable
         def backward(ctx, gradient):
-            return backward(ctx, gradient)
+            return differentiated_once(ctx, gradient)
+
+    def differentiated_once(ctx, gradient):
+        # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{operator.name()} can be differentiated once only: create_graph=True is not supported")
+        return backward(ctx, gradient)
 
     def register_setup_context(ctx, inputs, output):
         setup_context(ctx, inputs, output)
@@ -44,7 +48,7 @@ def differentiable(operator: Callable, setup_context: Callable, backward: Callab
             ctx.mark_non_differentiable(*output[1:])
 
     def register_backward(ctx, gradient, *others):
-        return backward(ctx, gradient)
+        return differentiated_once(ctx, gradient)
 
     torch.library.register_autograd(operator, register_backward, setup_context=register_setup_context)
     return Function

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
 
 _NO_COLUMN = tl.constexpr(2147483647)
@@ -128,6 +129,28 @@ def finish_kernel(
 
 
 @triton.jit
+def output_gradient_kernel(
+    output_gradient,  # [C, M], any strides
+    column_stride,
+    row_stride,
+    row_partials,  # [blocks of C, M]: sums over a block's columns
+    column_partials,  # [blocks of M, C]: sums over a block's rows
+    M,
+    C,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (columns < C)[:, None] & (rows < M)[None, :]
+    source = columns.to(tl.int64)[:, None] * column_stride + rows.to(tl.int64)[None, :] * row_stride
+    values = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
+    tl.store(row_partials + tl.program_id(1).to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
+    tl.store(column_partials + tl.program_id(0).to(tl.int64) * C + columns, tl.sum(values, 1), mask=columns < C)
+
+
+@triton.jit
 def winner_backward_kernel(
     minimum_gradient,  # [M]: gradient at the row minimum
     column,  # [M]: where the minimum was found
@@ -201,19 +224,32 @@ def weight_gradient_kernel(
     output,  # [N, K]
     K,
     GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """output[group] = sum over the rows whose minimum lies in it of z_gradient[m].T * input[m]; zero without such rows."""
+    """output[group] = sum over the rows whose minimum lies in it of z_gradient[m].T * input[m]; zero without such rows.
+
+    Rows come BLOCK_M at a time, as a product on tensor cores: one group may hold the minimum of nearly every row, and its
+    program must not walk down them one by one.
+    """
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_GROUP, BLOCK_K), tl.float32)
-    for place in range(tl.load(offsets + group), tl.load(offsets + group + 1)):
-        row = tl.load(order + place).to(tl.int64)
-        coefficients = tl.load(z_gradient + row * GROUP_SIZE + members, mask=members < GROUP_SIZE, other=0.0)
-        source = input + row * input_row_stride + k.to(tl.int64) * input_column_stride
-        total += coefficients[:, None] * tl.load(source, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    end = tl.load(offsets + group + 1)
+    for first in range(tl.load(offsets + group), end, BLOCK_M):
+        places = first + tl.arange(0, BLOCK_M)
+        inside = places < end
+        rows = tl.load(order + places, mask=inside, other=0).to(tl.int64)
+        coefficients = tl.load(
+            z_gradient + rows[None, :] * GROUP_SIZE + members[:, None],
+            mask=inside[None, :] & (members < GROUP_SIZE)[:, None],
+            other=0.0,
+        )
+        source = input + rows[:, None] * input_row_stride + k.to(tl.int64)[None, :] * input_column_stride
+        values = tl.load(source, mask=inside[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+        total = tl.dot(coefficients, values, total, input_precision="tf32x3")
     tl.store(
         output + (group * GROUP_SIZE + members).to(tl.int64)[:, None] * K + k[None, :],
         total.to(output.dtype.element_ty),
@@ -305,6 +341,29 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
         )
 
 
+def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of ``output_gradient`` [C, M] (any strides) over its columns [M] and over its rows [C], in float32."""
+    C, M = output_gradient.shape
+    block_m, block_c = 128, 64
+    options = {"dtype": torch.float32, "device": output_gradient.device}
+    row_partials = torch.empty(1, triton.cdiv(C, block_c), M, **options)
+    column_partials = torch.empty(1, triton.cdiv(M, block_m), C, **options)
+    if M == 0:
+        return torch.zeros(M, **options), torch.zeros(C, **options)
+    with on_device_of(output_gradient):
+        output_gradient_kernel[(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+            output_gradient,
+            *output_gradient.stride(),
+            row_partials,
+            column_partials,
+            M,
+            C,
+            BLOCK_M=block_m,
+            BLOCK_C=block_c,
+        )
+    return column_sums(row_partials)[0], column_sums(column_partials)[0]
+
+
 def winner_backward(minimum_gradient, winner, norm_weight, group_size: int) -> torch.Tensor:
     """Gradient [M, group_size] at the GEMM's output, in each row's winning group; it is zero everywhere else."""
     column, rstd, normalized = winner
@@ -363,8 +422,8 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     N, K = output.shape
     if K == 0:
         return
-    block_group = triton.next_power_of_2(group_size)
-    block_k = max(16, min(8192 // block_group, triton.next_power_of_2(K)))
+    block_group = max(16, triton.next_power_of_2(group_size))
+    block_k = max(16, min(4096 // block_group, triton.next_power_of_2(K)))
     with on_device_of(output):
         weight_gradient_kernel[(N // group_size, triton.cdiv(K, block_k))](
             z_gradient,
@@ -375,6 +434,7 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
             output,
             K,
             GROUP_SIZE=group_size,
+            BLOCK_M=32,
             BLOCK_GROUP=block_group,
             BLOCK_K=block_k,
         )
@@ -398,7 +458,7 @@ def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> to
             sums,
             num_groups * group_size,
             GROUP_SIZE=group_size,
-            BLOCK_M=max(1, min(32, 2048 // block_group)),
+            BLOCK_M=max(1, 2048 // block_group),
             BLOCK_GROUP=block_group,
         )
     return sums
