@@ -1,4 +1,4 @@
-"""From (kernel, dtype, problem, GPU) to a config, on the host: the exact entry, else the nearest, else the heuristic."""
+"""From (kernel, dtype, problem, GPU) to a config, on the host: the exact entry, the nearest, or the heuristic."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from triton_kernels.linear import LinearConfig
 _NEAR = 3.0
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def shipped_table(name: str) -> tuple[dict, ...]:
     """The entries shipped for the GPU of this name; none for an unknown one."""
     file = resources.files("autotune_configs") / "tables" / f"{name.lower().replace(' ', '_')}.json"

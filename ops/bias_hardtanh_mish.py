@@ -57,8 +57,8 @@ def bias_hardtanh_mish(
 ) -> torch.Tensor:
     """``mish(hardtanh(input + bias, min_val, max_val))`` for input (*, channels) and bias (channels) or None.
 
-    mish(z) = z * tanh(softplus(z)) (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019). The result
-    has the input's dtype. Raises ValueError or TypeError for arguments that do not fit.
+    mish(z) = z * tanh(softplus(z)) (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019). The
+    result has the input's dtype. Raises ValueError or TypeError for arguments that do not fit.
     """
     checks.tensors(input=input, bias=bias)
     if input.ndim < 1:

@@ -4,7 +4,7 @@ import torch
 
 
 def tensors(**arguments: torch.Tensor | None) -> None:
-    """All are floating-point tensors (None allowed but for the first) of one device and, outside autocast, one dtype."""
+    """All are floating-point tensors (or None, but for the first) of one device and, outside autocast, one dtype."""
     first_name, first = next(iter(arguments.items()))
     for name, tensor in arguments.items():
         if tensor is None and name != first_name:

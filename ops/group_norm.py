@@ -114,8 +114,8 @@ def group_norm(
     """``torch.nn.functional.group_norm`` of input (batch, channels, *), weight and bias (channels) or None.
 
     Mean and biased variance of each sample's groups of channels, over all further dimensions (Wu and He, Group
-    Normalization, 2018), in float32. The result has the input's dtype. Raises ValueError or TypeError for arguments that
-    do not fit.
+    Normalization, 2018), in float32. The result has the input's dtype. Raises ValueError or TypeError for arguments
+    that do not fit.
     """
     _check(input, num_groups, weight, bias, eps)
     weight, bias = as_vectors(input, weight, bias)

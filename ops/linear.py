@@ -31,7 +31,7 @@ LinearFunction = operators.differentiable(_operator, _setup_context, _backward)
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``torch.nn.functional.linear``: input (*, in_features) @ weight (out_features, in_features).T + bias (out_features).
+    """``torch.nn.functional.linear``: input (*, in_features) @ weight (out_features, in_features).T + bias, a vector.
 
     float32 is multiplied to float32 accuracy unless PyTorch is set to use TF32; the result has the input's dtype, or
     autocast's. Raises ValueError or TypeError for arguments that do not fit.

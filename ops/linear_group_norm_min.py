@@ -19,8 +19,8 @@ _WIDEST_SPARSE_GROUP = 128
 
 
 def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, eps, training):
-    """Returns the result [C, M] and, of the group that holds each row's minimum: the minimum's column [M], the reciprocal
-    standard deviation [M] and the normalised values [M, group_size] (empty unless ``training``)."""
+    """Returns the result [C, M] and, empty unless ``training``, of the group that holds each row's minimum: its column
+    [M], the group's reciprocal standard deviation [M] and normalised values [M, group_size]."""
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     config = linear_config("group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
@@ -184,11 +184,11 @@ def linear_group_norm_min(
     """``min(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), dim=1, keepdim=True)[0]
     + bias``
 
-    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight and norm_bias (out_features) or
+    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight, norm_bias (out_features) or
     None, bias (1, channels, 1, 1) or None; float32, bfloat16, float16 or float64, all of one dtype outside autocast.
-    Returns (1, channels, batch, 1), or (batch, 1) without a bias, in the input's dtype, or autocast's. A NaN in a row is
-    its minimum; the gradient goes to one index, the first that holds the minimum. Raises ValueError or TypeError naming an
-    argument that does not fit.
+    Returns (1, channels, batch, 1), or (batch, 1) without a bias, in the input's dtype, or autocast's. A NaN in a row
+    is its minimum; the gradient goes to one index, the first that holds the minimum. Raises ValueError or TypeError
+    naming an argument that does not fit.
     """
     check_chain(input, weight, num_groups, eps, linear_bias=linear_bias, norm_weight=norm_weight, norm_bias=norm_bias)
     checks.tensors(input=input, bias=bias)

@@ -55,7 +55,7 @@ def differentiable(operator: Callable, setup_context: Callable, backward: Callab
 
 
 def vector_gradients(sums: torch.Tensor, *vectors: tuple[int, torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """For each (i, vector): row i of ``sums`` in the vector's dtype and shape, its gradient; None where there is none."""
+    """For each (i, vector): row i of ``sums`` in the vector's dtype and shape; None where there is no vector."""
     dtypes = {vector.dtype for _, vector in vectors if vector is not None}
     if len(dtypes) == 1:
         sums = sums.to(dtypes.pop())

@@ -4,12 +4,12 @@ import torch
 
 from triton_kernels.device import INTERPRETED
 
-#: tl.dot's way of multiplying float32 matrices to float32 accuracy on tensor cores: three TF32 products, added in float32.
+#: How tl.dot multiplies float32 matrices to float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Kernels take float32, bfloat16 and float16 on a GPU, and on the CPU where Triton interprets; others the reference."""
+    """Whether kernels take it: float32, bfloat16 or float16, on a GPU or, where Triton interprets, the CPU."""
     on_device = tensor.device.type == "cuda" or (INTERPRETED and tensor.device.type == "cpu")
     return on_device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,7 +24,7 @@ def library_multiplies(dtype: torch.dtype) -> bool:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype a matrix product of this tensor runs in: autocast's where it is on and takes the tensor (not float64)."""
+    """The dtype a matrix product of this tensor runs in: autocast's where it is on (it leaves float64 alone)."""
     device_type = tensor.device.type
     if torch.is_autocast_enabled(device_type) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)

@@ -23,7 +23,7 @@ def group_norm(
 ) -> Tensor:
     """torch.nn.functional.group_norm, of empty batches too.
 
-    Its backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is passed there.
+    Its backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is passed.
     """
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)

@@ -15,6 +15,6 @@ def require_own_siblings() -> None:
         if not any((folder / own_file).is_file() for folder in folders):
             found = f"found {spec.origin or folders}" if spec else "found none"
             raise ImportError(
-                f"ops needs the package {name!r} of the normfuse distribution, but {found}, which is another project's; "
-                "install normfuse in an environment of its own"
+                f"ops needs the package {name!r} of the normfuse distribution, but {found}, "
+                "which is another project's; install normfuse in an environment of its own"
             )

@@ -17,7 +17,7 @@ _INTERPRETED_MULTIPROCESSORS = 3
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuda_properties(index: int):
     return torch.cuda.get_device_properties(index)
 

@@ -1,8 +1,8 @@
 """Group norm of matrices whose groups fit one program's registers: one pass forward, one pass backward.
 
-Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G, BLOCK_GROUP]:
-rows, groups, and the members of a group padded to a power of two. A pointwise function may come before (ACTIVATION) and
-after (FINAL) the norm.
+Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G,
+BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. A pointwise function may come before
+(ACTIVATION) and after (FINAL) the norm.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def place_tile(
     BLOCK_G: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """Columns [1, BLOCK_G, BLOCK_GROUP] of the tile at (row, group), which are real, and the offsets and mask of it all."""
+    """Of the tile at (row, group): columns [1, BLOCK_G, BLOCK_GROUP], which are real, all offsets and their mask."""
     rows = (row + tl.arange(0, BLOCK_M))[:, None, None]
     groups = (group + tl.arange(0, BLOCK_G))[None, :, None]
     members = tl.arange(0, BLOCK_GROUP)[None, None, :]

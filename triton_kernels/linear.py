@@ -164,8 +164,9 @@ def linear(
     """Hand each tile of ``input @ weight.T`` to ``epilogue`` (see ``triton_kernels.epilogues``).
 
     ``input`` [M, K] and ``weight`` [N, K] may have any strides and are of one dtype; ``output`` and ``saved`` are
-    contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None; ``scalars``
-    are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s, and matters for float32 alone. K must not be 0.
+    contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None;
+    ``scalars`` are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s, and matters for float32 alone. K must
+    not be 0.
     """
     M, K = input.shape
     N = weight.shape[0]

@@ -230,8 +230,8 @@ def weight_gradient_kernel(
 ):
     """output[group] = sum over the rows whose minimum lies in it of z_gradient[m].T * input[m]; zero without such rows.
 
-    Rows come BLOCK_M at a time, as a product on tensor cores: one group may hold the minimum of nearly every row, and its
-    program must not walk down them one by one.
+    Rows come BLOCK_M at a time, as a product on tensor cores: one group may hold the minimum of nearly every row, and
+    its program must not walk down them one by one.
     """
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)

@@ -49,7 +49,7 @@ def merge_statistics_kernel(
     BLOCK: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """mean = sum of count_i mean_i / width; M2 = sum of M2_i + count_i (mean_i - mean)**2; rstd = 1/sqrt(M2/width + eps)"""
+    """mean = sum of count_i mean_i / width, M2 = sum of M2_i + count_i (mean_i - mean)**2, rstd from M2 / width."""
     source = tl.program_id(0).to(tl.int64) * blocks
     weighted = tl.zeros((MERGE,), tl.float32)
     for first in range(0, blocks, MERGE):
@@ -221,7 +221,7 @@ def apply_backward_kernel(
 
 
 def group_statistics(input: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and reciprocal standard deviation [B * num_groups], float32, of contiguous ``input`` [B, C, S], not empty."""
+    """Mean and reciprocal standard deviation [B * num_groups], float32, of a contiguous ``input`` [B, C, S]."""
     rows = input.shape[0] * num_groups
     width = input.numel() // rows
     blocks = triton.cdiv(width, _BLOCK)

@@ -1,0 +1,107 @@
+"""Linear → pointwise → GroupNorm → pointwise as one operator: what L94 and L30 have in common."""
+
+import torch
+
+from autotune_configs import group_norm_config, linear_config
+from ops import gemm, operators, precision
+from ops.chain import fuses_into_product
+from triton_kernels.group_norm import group_norm, group_norm_backward
+from triton_kernels.linear import linear
+from triton_kernels.pointwise import Pointwise
+
+
+def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Pointwise) -> type[torch.autograd.Function]:
+    """The chain ``final(group_norm(activation(linear(input) + bias)))`` as an operator and an autograd Function over it.
+
+    ``epilogue`` does all of it on a tile of the product; where that cannot be (groups that no tile holds, a product
+    that the library does), the product is followed by one pass of the group norm's kernel. Both keep z = linear(input)
+    + bias for the backward pass, nothing else of that size.
+    """
+
+    def forward(input, weight, linear_bias, bias, num_groups, norm_weight, norm_bias, min_val, max_val, eps, training):
+        (M, K), N = input.shape, weight.shape[0]
+        group_size = N // num_groups
+        output = torch.empty(M, N, dtype=input.dtype, device=input.device)
+        config = linear_config(name, input.dtype, M, N, K, group_size, input.device)
+        if fuses_into_product(config, group_size, input.dtype):
+            z = torch.empty_like(output) if training else None
+            linear(
+                gemm.depth_contiguous(input),
+                gemm.depth_contiguous(weight),
+                epilogue,
+                config,
+                output=output,
+                saved=z,
+                vectors=(linear_bias, bias, norm_weight, norm_bias),
+                scalars=(min_val, max_val, eps),
+                group_size=group_size,
+                input_precision=precision.FLOAT32_INPUT_PRECISION,
+            )
+        else:
+            z = gemm.affine(input, weight, linear_bias, bias)
+            group_norm(
+                z,
+                num_groups,
+                norm_weight,
+                norm_bias,
+                eps,
+                group_norm_config(M, N, group_size),
+                output=output,
+                activation=activation,
+                final=final,
+                bounds=(min_val, max_val),
+            )
+        return output, z if training else output.new_empty(0)
+
+    def fake(input, weight, linear_bias, bias, num_groups, norm_weight, norm_bias, min_val, max_val, eps, training):
+        output = input.new_empty(input.shape[0], weight.shape[0])
+        return output, torch.empty_like(output) if training else output.new_empty(0)
+
+    def norm_backward(gradient, z, num_groups, norm_weight, norm_bias, min_val, max_val, eps):
+        """The gradient at z and, [3, N], those of linear_bias (and bias), norm_weight and norm_bias."""
+        M, N = z.shape
+        z_gradient = torch.empty_like(z)
+        sums = group_norm_backward(
+            gradient,
+            z,
+            num_groups,
+            norm_weight,
+            norm_bias,
+            eps,
+            group_norm_config(M, N, N // num_groups),
+            input_gradient=z_gradient,
+            activation=activation,
+            final=final,
+            bounds=(min_val, max_val),
+        )
+        return z_gradient, sums
+
+    norm_parameters = "Tensor? norm_weight, Tensor? norm_bias, float min_val, float max_val, float eps"
+    operator = operators.define(
+        f"linear_{name}(Tensor input, Tensor weight, Tensor? linear_bias, Tensor? bias, int num_groups,"
+        f" {norm_parameters}, bool training) -> (Tensor, Tensor)",
+        forward,
+        fake,
+    )
+    norm_backward_operator = operators.define(
+        f"linear_{name}_backward(Tensor gradient, Tensor z, int num_groups, {norm_parameters}) -> (Tensor, Tensor)",
+        norm_backward,
+        lambda gradient, z, *arguments: (torch.empty_like(z), z.new_empty(3, z.shape[1], dtype=torch.float32)),
+    )
+
+    def setup_context(ctx, inputs, outputs):
+        input, weight, linear_bias, bias, ctx.num_groups, norm_weight, norm_bias, *ctx.scalars, training = inputs
+        ctx.save_for_backward(input, weight, outputs[1], linear_bias, bias, norm_weight, norm_bias)
+
+    def backward(ctx, gradient):
+        input, weight, z, linear_bias, bias, norm_weight, norm_bias = ctx.saved_tensors
+        z_gradient, sums = norm_backward_operator(
+            gradient.contiguous(), z, ctx.num_groups, norm_weight, norm_bias, *ctx.scalars
+        )
+        linear_bias_gradient, bias_gradient, *norm_gradients = operators.vector_gradients(
+            sums, (0, linear_bias), (0, bias), (1, norm_weight), (2, norm_bias)
+        )
+        matrices = gemm.linear_gradients(ctx, z_gradient, input, weight)
+        return *matrices, linear_bias_gradient, bias_gradient, None, *norm_gradients, None, None, None, None
+
+    return operators.differentiable(operator, setup_context, backward)
