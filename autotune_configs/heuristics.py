@@ -3,12 +3,35 @@
 import torch
 import triton
 
-from triton_kernels.device import multiprocessor_count, shared_memory_limit
+from triton_kernels.device import (
+    architecture,
+    multiprocessor_count,
+    shared_memory_limit,
+)
 from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.linear import LinearConfig
 
 #: The widest group that a tile of the GEMM can hold; wider ones are normalised by a second pass.
 WIDEST_TILE = 256
+
+
+#: (block_m, block_n, block_k, num_warps) by element size, the best first. Those for tensor cores that read shared memory
+#: (Hopper's wgmma, Blackwell's tcgen05) fed by tensor descriptors, measured on the H200 ...
+_SHARED_MEMORY_TILES = {
+    2: ((128, 256, 64, 8), (128, 128, 64, 8), (64, 256, 32, 8), (64, 128, 64, 8), (64, 64, 64, 4), (64, 32, 64, 4)),
+    4: ((128, 128, 32, 8), (64, 256, 16, 8), (64, 128, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)),
+}
+#: ... those for tensor cores that read registers ...
+_REGISTER_TILES = {
+    2: ((128, 128, 32, 8), (64, 256, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)),
+    4: ((128, 64, 16, 8), (32, 256, 16, 8), (64, 64, 16, 4), (64, 32, 16, 4)),
+}
+#: ... and those for operands that come element by element, whose addresses take many registers: the largest tiles that
+#: spill none, or next to none, with any epilogue on any architecture (compiled offline, triton 3.7.1).
+_UNALIGNED_TILES = {
+    2: ((64, 64, 32, 4), (64, 256, 32, 8), (64, 32, 32, 4)),
+    4: ((64, 64, 16, 4), (32, 256, 16, 8), (64, 32, 16, 4)),
+}
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -19,30 +42,26 @@ def heuristic_linear_config(
     dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
 ) -> LinearConfig:
     """The largest tile that fits shared memory and still gives every multiprocessor one, as far as groups allow."""
-    narrowest = group_size if _is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
-    if dtype.itemsize == 2:
-        shapes = [
-            (128, 256, 64, 8),
-            (128, 128, 64, 8),
-            (64, 256, 32, 8),
-            (64, 128, 64, 4),
-            (64, 64, 64, 4),
-            (64, 32, 64, 4),
-        ]
+    if K * dtype.itemsize % 16 != 0:
+        tiles = _UNALIGNED_TILES
+    elif 90 <= architecture(device) < 120:
+        tiles = _SHARED_MEMORY_TILES
     else:
-        shapes = [(128, 128, 32, 8), (64, 256, 16, 8), (64, 128, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)]
+        tiles = _REGISTER_TILES
+    narrowest = group_size if _is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
     tallest = max(16, triton.next_power_of_2(M))
-    candidates = []
-    for block_m, block_n, block_k, num_warps in shapes:
+    best = None
+    for block_m, block_n, block_k, num_warps in tiles[dtype.itemsize]:
         for num_stages in (3, 2):
             config = LinearConfig(min(block_m, tallest), block_n, block_k, num_warps=num_warps, num_stages=num_stages)
             if block_n >= narrowest and config.shared_memory(dtype.itemsize) <= shared_memory_limit(device):
-                candidates.append(config)
+                best = config
                 break
-    for config in candidates:
-        if triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n) >= multiprocessor_count(device):
-            return config
-    return candidates[-1]
+        else:
+            continue
+        if triton.cdiv(M, best.block_m) * triton.cdiv(N, best.block_n) >= multiprocessor_count(device):
+            break
+    return best
 
 
 def heuristic_group_norm_config(M: int, C: int, group_size: int) -> GroupNormConfig:

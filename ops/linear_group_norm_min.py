@@ -184,8 +184,8 @@ def linear_group_norm_min(
     """``min(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), dim=1, keepdim=True)[0]
     + bias``
 
-    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight, norm_bias (out_features) or
-    None, bias (1, channels, 1, 1) or None; float32, bfloat16, float16 or float64, all of one dtype outside autocast.
+    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight, norm_bias (out_features)
+    or None, bias (1, channels, 1, 1) or None; float32, bfloat16, float16 or float64, all of one dtype outside autocast.
     Returns (1, channels, batch, 1), or (batch, 1) without a bias, in the input's dtype, or autocast's. A NaN in a row
     is its minimum; the gradient goes to one index, the first that holds the minimum. Raises ValueError or TypeError
     naming an argument that does not fit.

@@ -11,7 +11,7 @@ from triton_kernels.pointwise import Pointwise
 
 
 def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Pointwise) -> type[torch.autograd.Function]:
-    """The chain ``final(group_norm(activation(linear(input) + bias)))`` as an operator and an autograd Function over it.
+    """The chain ``final(group_norm(activation(linear(input) + bias)))`` as an operator and its autograd Function.
 
     ``epilogue`` does all of it on a tile of the product; where that cannot be (groups that no tile holds, a product
     that the library does), the product is followed by one pass of the group norm's kernel. Both keep z = linear(input)

@@ -38,18 +38,20 @@ def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
     if device.type == "cuda":
         return _cuda_properties(device.index).shared_memory_per_block_optin
-    if device.type == "meta":
-        return SHARED_MEMORY[triton.runtime.driver.active.get_current_target().arch]
-    return max(SHARED_MEMORY.values())
+    return SHARED_MEMORY[architecture(device)]
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability as one number, 90 for 9.0; the newest that needs no GPU's help where Triton interprets."""
+    if device.type == "cuda":
+        properties = _cuda_properties(device.index)
+        return 10 * properties.major + properties.minor
+    return 90 if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
 
 
 def has_tensor_descriptors(device: torch.device) -> bool:
     """Whether tensor descriptors are done by the hardware's copy engine (compute capability 9.0 and up)."""
-    if INTERPRETED:
-        return True
-    if device.type == "cuda":
-        return _cuda_properties(device.index).major >= 9
-    return triton.runtime.driver.active.get_current_target().arch >= 90
+    return architecture(device) >= 90
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
