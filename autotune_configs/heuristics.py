@@ -15,7 +15,7 @@ from triton_kernels.linear import LinearConfig
 WIDEST_TILE = 256
 
 
-#: (block_m, block_n, block_k, num_warps) by element size, the best first. Those for tensor cores that read shared memory
+#: (block_m, block_n, block_k, num_warps) by element size, the best first. For tensor cores that read shared memory
 #: (Hopper's wgmma, Blackwell's tcgen05) fed by tensor descriptors, measured on the H200 ...
 _SHARED_MEMORY_TILES = {
     2: ((128, 256, 64, 8), (128, 128, 64, 8), (64, 256, 32, 8), (64, 128, 64, 8), (64, 64, 64, 4), (64, 32, 64, 4)),

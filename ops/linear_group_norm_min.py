@@ -7,7 +7,7 @@ from ops import checks, gemm, operators, precision, reference
 from ops.chain import as_vectors, check_chain, fuses_into_product
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
-from triton_kernels import row_minimum
+from triton_kernels import row_minimum, row_minimum_backward
 from triton_kernels.epilogues import group_norm_row_minimum_epilogue
 from triton_kernels.group_norm import column_tiles, finish_row_minimum
 from triton_kernels.group_norm import group_norm as group_norm_kernel
@@ -83,17 +83,17 @@ def _backward_kernels(
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     winner = (column, rstd, normalized)
-    minimum_gradient, bias_gradient = row_minimum.output_gradient_sums(gradient)
-    z_gradient = row_minimum.winner_backward(minimum_gradient, winner, norm_weight, group_size)
-    order, offsets = row_minimum.rows_by_group(column, num_groups, group_size)
-    sums = row_minimum.column_gradients(minimum_gradient, winner, z_gradient, order, offsets)
+    minimum_gradient, bias_gradient = row_minimum_backward.output_gradient_sums(gradient)
+    z_gradient = row_minimum_backward.winner_backward(minimum_gradient, winner, norm_weight, group_size)
+    order, offsets = row_minimum_backward.rows_by_group(column, num_groups, group_size)
+    sums = row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets)
     input_gradient = input.new_empty((M, K) if input_wanted else 0)
     weight_gradient = weight.new_empty((N, K) if weight_wanted else 0)
     if num_groups >= _FEWEST_SPARSE_GROUPS and group_size <= _WIDEST_SPARSE_GROUP:
         if input_wanted:
-            row_minimum.input_gradient(z_gradient, column, order, weight, input_gradient)
+            row_minimum_backward.input_gradient(z_gradient, column, order, weight, input_gradient)
         if weight_wanted:
-            row_minimum.weight_gradient(z_gradient, order, offsets, input, weight_gradient)
+            row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight_gradient)
         return input_gradient, weight_gradient, sums, bias_gradient
     dense = input.new_zeros(M, num_groups, group_size)
     group = torch.div(column, group_size, rounding_mode="floor").long()

@@ -6,8 +6,12 @@ import functools
 import torch
 import triton
 
+from triton_kernels.interpreter import repair_interpreter
+
 #: True when TRITON_INTERPRET=1 was set before triton was imported: kernels then run on CPU tensors, in numpy.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+if INTERPRETED:
+    repair_interpreter()
 
 #: Persistent kernels launch at most this many programs in the interpreter, few enough for each to loop.
 _INTERPRETED_MULTIPROCESSORS = 3

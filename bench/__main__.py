@@ -1,0 +1,99 @@
+"""The command line of ``python -m bench``."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.cells import CHAINS, DTYPES, MODES, PRECISIONS, Cell, Shape
+
+PEERS = ("library", "eager", "compile", "compile-max")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line and exit status 2."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _names(known):
+    """An argument type: names out of ``known``, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def _shapes(text: str) -> list[Shape]:
+    shapes = []
+    for item in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", item)
+        if not match:
+            raise argparse.ArgumentTypeError(f"{item!r} is not MxKxN, three positive integers, e.g. 1024x8192x8192")
+        shapes.append(Shape(*map(int, match.groups())))
+    return shapes
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
+    parser = _Parser(
+        prog="bench",
+        description="Check the chains against float64, then time them beside their peers. Lists are separated by "
+        "commas. Exit status: 0, 1 if a check is red, 2 for a bad argument.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    shape, rounds, peers = ("1024x8192x8192", 20, PEERS) if on_gpu else ("8x64x64", 1, ("library", "eager"))
+    parser.add_argument("--chains", type=_names(CHAINS), default=",".join(CHAINS), help="of " + ", ".join(CHAINS))
+    parser.add_argument("--dtypes", type=_names(DTYPES), default=",".join(DTYPES), help="of " + ", ".join(DTYPES))
+    parser.add_argument(
+        "--precisions",
+        type=_names(PRECISIONS),
+        default="highest,high",
+        help="float32 matmul precisions, for float32 alone, of " + ", ".join(PRECISIONS),
+    )
+    parser.add_argument("--modes", type=_names(MODES), default=",".join(MODES), help="of " + ", ".join(MODES))
+    parser.add_argument("--shapes", type=_shapes, default=shape, help="MxKxN: batch x in_features x out_features")
+    parser.add_argument("--peers", type=_names(PEERS), default=",".join(peers), help="of " + ", ".join(PEERS))
+    parser.add_argument("--rounds", type=_positive, default=rounds, help="timed calls of each peer")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="keep the rows here; rewritten after every cell")
+    return parser.parse_args(arguments)
+
+
+def _cells(options: argparse.Namespace) -> list[Cell]:
+    return [
+        Cell(CHAINS[chain], dtype, precision, mode, shape)
+        for shape in options.shapes
+        for dtype in options.dtypes
+        for precision in (options.precisions if dtype == "float32" else [None])
+        for mode in options.modes
+        for chain in options.chains
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; returns the exit status."""
+    on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
+    options = _parse(arguments, on_gpu)
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which bench.run is the first to do
+    from bench.run import run
+
+    return run(_cells(options), options.peers, options.rounds, torch.device("cuda" if on_gpu else "cpu"), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

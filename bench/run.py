@@ -1,0 +1,92 @@
+"""The run: every cell checked, warmed up, timed and reported."""
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import report
+from bench.cells import Cell, Problem, make_problem
+from bench.checking import check
+from bench.peers import LIBRARY, OURS, added_memory, bind_ours, bind_reference, make_call
+from bench.report import Measurement
+from bench.timing import time_rounds, warm_up
+
+_WIDTH_WHEN_NO_TERMINAL = 200
+
+
+def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, json_path: Path | None) -> int:
+    """Measure the cells and print what was found; returns the exit status, 1 if a check is red."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
+    header = report.header(device)
+    measurements: list[Measurement] = []
+
+    def save():
+        if json_path:
+            report.write_json(json_path, header, [row for entry in measurements for row in entry.rows(peers)])
+
+    try:
+        save()
+    except OSError as error:
+        print(f"bench: cannot write {json_path}: {error.strerror}", file=sys.stderr)
+        return 2
+    console.print(escape(", ".join(f"{name} {value}" for name, value in header.items() if value)))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(cells))
+            for cell in cells:
+                progress.update(task, description=str(cell))
+                measurements.append(_measure(cell, peers, rounds, device))
+                save()
+                progress.console.print(report.summary(measurements[-1]))
+                progress.advance(task)
+    finally:
+        if measurements:
+            console.print(report.error_table(measurements), report.time_table(measurements, peers))
+            console.print(*map(escape, report.failures(measurements)), sep="\n", highlight=False)
+        if device.type != "cuda":
+            console.print("[bold]No GPU: the kernels ran in Triton's interpreter. The times above mean nothing.[/]")
+    return int(any(measurement.is_red for measurement in measurements))
+
+
+def _measure(cell: Cell, peers: list[str], rounds: int, device: torch.device) -> Measurement:
+    torch._dynamo.reset()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(cell.precision or before)
+    try:
+        measurement = Measurement(cell)
+        try:
+            problem = make_problem(cell, device)
+            measurement.check = check(cell, problem, bind_ours(cell), bind_reference(cell))
+        except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
+            measurement.failures[OURS] = _reason(error)
+        if not measurement.is_red:
+            _time(measurement, problem, peers, rounds, device)
+        return measurement
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _time(measurement: Measurement, problem: Problem, peers: list[str], rounds: int, device: torch.device) -> None:
+    calls = {}
+    for peer in (OURS, *peers):
+        try:
+            call = make_call(peer, measurement.cell, problem)
+            warm_up(call, device)
+            if device.type == "cuda" and measurement.cell.mode == "training" and peer != LIBRARY:
+                measurement.memory[peer] = added_memory(call)
+        except Exception as error:  # so may a compiler, and then the others are still timed
+            measurement.failures[peer] = _reason(error)
+        else:
+            calls[peer] = call
+    if OURS in calls:
+        measurement.times = time_rounds(calls, rounds, device)
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

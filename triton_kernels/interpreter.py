@@ -1,0 +1,48 @@
+"""Repairs of Triton's interpreter (seen with 3.7.1), whose rounding and sums are less accurate than a GPU's."""
+
+import numpy as np
+import torch
+import triton.language as tl
+
+
+def repair_interpreter() -> None:
+    """Make the interpreter's rounding and sums as accurate as a GPU's."""
+    _round_bfloat16_to_nearest()
+    _sum_as_a_tree()
+
+
+def _round_bfloat16_to_nearest() -> None:
+    """It cuts float32 off to bfloat16, with twice the error of rounding, and misplaces subnormal numbers."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_exactly(data, source, target, rounding_mode):
+        if source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(np.array(data, dtype=np.float32, ndmin=1)).to(torch.bfloat16)
+            return rounded.view(torch.uint16).numpy().reshape(np.shape(data))
+        if source == tl.bfloat16 and target == tl.float32:
+            return np.array(data).view(np.uint16).astype(np.uint32) << 16
+        return convert(data, source, target, rounding_mode)
+
+    interpreter._convert_float = convert_exactly
+
+
+def _sum_as_a_tree() -> None:
+    """numpy adds up one after the other along all but the last axis, where a GPU's threads meet in a tree."""
+    from triton.runtime.interpreter import ReduceOps
+
+    sum_in_order = ReduceOps.sum
+
+    def sum_as_a_tree(self, input):
+        values = input.handle.data
+        if self.axis is None or not np.issubdtype(values.dtype, np.floating):
+            return sum_in_order(self, input)
+        values = np.moveaxis(values, self.axis, 0)
+        while len(values) > 1:
+            half = len(values) // 2
+            values = values[:half] + values[half:]
+        result = np.expand_dims(values[0], self.axis) if self.keep_dims else values[0]
+        return self.to_tensor(result, input.dtype)
+
+    ReduceOps.sum = sum_as_a_tree

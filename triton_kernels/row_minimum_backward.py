@@ -1,0 +1,371 @@
+"""Backward of the row minimum: all that is not zero lies in the group that holds a row's minimum.
+
+The gradient at the GEMM's output is kept for that group alone, [M, GROUP_SIZE]. The input's gradient gathers the
+group's rows of the weight; the weight's adds up, group by group, the rows that chose it. ``winner`` is what
+``row_minimum.finish`` kept: (column [M], rstd [M], normalized [M, GROUP_SIZE]).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.column_sums import column_sums
+from triton_kernels.device import INTERPRETED, on_device_of
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+#: Up to here counting costs less than a library sort of as many rows: 4 us against 30 us at 1024 (H200).
+_MOST_RANKED_ROWS = 8192
+
+
+@triton.jit
+def output_gradient_kernel(
+    output_gradient,  # [C, M], any strides
+    column_stride,
+    row_stride,
+    row_partials,  # [blocks of C, M]: sums over a block's columns
+    column_partials,  # [blocks of M, C]: sums over a block's rows
+    M,
+    C,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (columns < C)[:, None] & (rows < M)[None, :]
+    source = columns.to(tl.int64)[:, None] * column_stride + rows.to(tl.int64)[None, :] * row_stride
+    values = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
+    tl.store(row_partials + tl.program_id(1).to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
+    tl.store(column_partials + tl.program_id(0).to(tl.int64) * C + columns, tl.sum(values, 1), mask=columns < C)
+
+
+@triton.jit
+def winner_backward_kernel(
+    minimum_gradient,  # [M]: gradient at the row minimum
+    column,  # [M]: where the minimum was found
+    rstd,  # [M]
+    normalized,  # [M, GROUP_SIZE]
+    norm_weight,  # [C] or None
+    z_gradient,  # [M, GROUP_SIZE]: gradient at the GEMM's output, in the winner's group
+    M,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """Group norm's backward where the incoming gradient is that of one element a row."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    members = tl.arange(0, BLOCK_GROUP)
+    row_inside = rows < M
+    inside = row_inside[:, None] & (members < GROUP_SIZE)[None, :]
+    offset = rows.to(tl.int64)[:, None] * GROUP_SIZE + members[None, :]
+    columns = tl.load(column + rows, mask=row_inside, other=0)
+    gradient = tl.load(minimum_gradient + rows, mask=row_inside, other=0.0)
+    if norm_weight is not None:
+        gradient *= tl.load(norm_weight + columns, mask=row_inside, other=0.0).to(tl.float32)
+    values = tl.load(normalized + offset, mask=inside, other=0.0)
+    is_winner = members[None, :] == (columns % GROUP_SIZE)[:, None]
+    mean = gradient / GROUP_SIZE
+    projection = gradient * tl.sum(tl.where(is_winner, values, 0.0), 1) / GROUP_SIZE
+    scattered = tl.where(is_winner, gradient[:, None], 0.0)
+    scale = tl.load(rstd + rows, mask=row_inside, other=0.0)
+    tl.store(
+        z_gradient + offset,
+        scale[:, None] * (scattered - mean[:, None] - values * projection[:, None]),
+        mask=inside,
+    )
+
+
+@triton.jit
+def input_gradient_kernel(
+    z_gradient,  # [M, GROUP_SIZE]
+    column,  # [M]
+    order,  # [M]: rows in the order of their groups, so that neighbours read the same weights
+    weight,  # [N, K]
+    weight_row_stride,
+    weight_column_stride,
+    output,  # [M, K]
+    K,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """output[m] = z_gradient[m] @ weight[the winner's group of m]: GROUP_SIZE rows of the weight, nothing else."""
+    row = tl.load(order + tl.program_id(0)).to(tl.int64)
+    first = tl.load(column + row) // GROUP_SIZE * GROUP_SIZE
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_K,), tl.float32)
+    for member in range(GROUP_SIZE):
+        coefficient = tl.load(z_gradient + row * GROUP_SIZE + member)
+        source = weight + (first + member).to(tl.int64) * weight_row_stride
+        total += coefficient * tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0).to(
+            tl.float32
+        )
+    tl.store(output + row * K + k, total.to(output.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def add_product(total, coefficients, values):
+    """total + coefficients @ values, as accurate as the values: float32 coefficients of 16-bit values in two parts."""
+    if values.dtype == tl.float32:
+        total = tl.dot(coefficients, values, total, input_precision="tf32x3")
+    elif _INTERPRETED:
+        total = tl.dot(coefficients, values.to(tl.float32), total)
+    else:
+        high = coefficients.to(values.dtype)
+        low = (coefficients - high.to(tl.float32)).to(values.dtype)
+        total = tl.dot(high, values, tl.dot(low, values, total))
+    return total
+
+
+@triton.jit
+def rank_kernel(
+    column,  # [M]: where each row's minimum was found
+    order,  # [M]
+    offsets,  # [num_groups + 1]
+    M,
+    num_groups,
+    row_programs,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """order[rank of m] = m, offsets[g] = how many rows lie in groups before g: by counting, without a sort's passes."""
+    program = tl.program_id(0)
+    ranks_rows = program < row_programs
+    first = tl.where(ranks_rows, program, program - row_programs) * BLOCK
+    mine = first + tl.arange(0, BLOCK)
+    my_group = mine
+    my_row = tl.zeros((BLOCK,), tl.int32)
+    if ranks_rows:
+        my_group = tl.load(column + mine, mask=mine < M, other=0) // GROUP_SIZE
+        my_row = mine
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, M, BLOCK):
+        others = start + tl.arange(0, BLOCK)
+        group = tl.load(column + others, mask=others < M, other=0) // GROUP_SIZE
+        before = (group[None, :] < my_group[:, None]) | (
+            (group[None, :] == my_group[:, None]) & (others[None, :] < my_row[:, None])
+        )
+        count += tl.sum((before & (others < M)[None, :]).to(tl.int32), 1)
+    if ranks_rows:
+        tl.store(order + count, mine, mask=mine < M)
+    else:
+        tl.store(offsets + mine, count, mask=mine <= num_groups)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    z_gradient,  # [M, GROUP_SIZE]
+    order,  # [M]: rows in the order of their groups
+    offsets,  # [groups + 1]: where each group's rows begin in ``order``
+    input,  # [M, K]
+    input_row_stride,
+    input_column_stride,
+    output,  # [N, K]
+    K,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """output[group] = sum over the rows whose minimum lies in it of z_gradient[m].T * input[m]; zero without such rows.
+
+    Rows come BLOCK_M at a time, as a product on tensor cores: one group may hold the minimum of nearly every row, and
+    its program must not walk down them one by one.
+    """
+    group = tl.program_id(0)
+    members = tl.arange(0, BLOCK_GROUP)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_GROUP, BLOCK_K), tl.float32)
+    end = tl.load(offsets + group + 1)
+    for first in range(tl.load(offsets + group), end, BLOCK_M):
+        places = first + tl.arange(0, BLOCK_M)
+        inside = places < end
+        rows = tl.load(order + places, mask=inside, other=0).to(tl.int64)
+        coefficients = tl.load(
+            z_gradient + rows[None, :] * GROUP_SIZE + members[:, None],
+            mask=inside[None, :] & (members < GROUP_SIZE)[:, None],
+            other=0.0,
+        )
+        source = input + rows[:, None] * input_row_stride + k.to(tl.int64)[None, :] * input_column_stride
+        values = tl.load(source, mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        total = add_product(total, coefficients, values)
+    tl.store(
+        output + (group * GROUP_SIZE + members).to(tl.int64)[:, None] * K + k[None, :],
+        total.to(output.dtype.element_ty),
+        mask=(members < GROUP_SIZE)[:, None] & (k < K)[None, :],
+    )
+
+
+@triton.jit
+def column_gradients_kernel(
+    minimum_gradient,  # [M]
+    column,  # [M]
+    normalized,  # [M, GROUP_SIZE]
+    z_gradient,  # [M, GROUP_SIZE]
+    order,
+    offsets,
+    sums,  # [3, N] float32: gradients of linear_bias, norm_weight and norm_bias
+    N,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """One group's column sums over the rows whose minimum it holds, in the fixed order of ``order``."""
+    group = tl.program_id(0)
+    members = tl.arange(0, BLOCK_GROUP)
+    bias_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    norm_weight_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    norm_bias_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    end = tl.load(offsets + group + 1)
+    for first in range(tl.load(offsets + group), end, BLOCK_M):
+        places = first + tl.arange(0, BLOCK_M)
+        place_inside = places < end
+        rows = tl.load(order + places, mask=place_inside, other=0).to(tl.int64)
+        inside = place_inside[:, None] & (members < GROUP_SIZE)[None, :]
+        offset = rows[:, None] * GROUP_SIZE + members[None, :]
+        columns = tl.load(column + rows, mask=place_inside, other=0)
+        is_winner = inside & (members[None, :] == (columns % GROUP_SIZE)[:, None])
+        gradient = tl.load(minimum_gradient + rows, mask=place_inside, other=0.0)[:, None]
+        bias_sum += tl.sum(tl.load(z_gradient + offset, mask=inside, other=0.0), 0)
+        values = tl.load(normalized + offset, mask=inside, other=0.0)
+        norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
+        norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
+    target = sums + group * GROUP_SIZE + members
+    member_inside = members < GROUP_SIZE
+    tl.store(target, bias_sum, mask=member_inside)
+    tl.store(target + N, norm_weight_sum, mask=member_inside)
+    tl.store(target + 2 * N, norm_bias_sum, mask=member_inside)
+
+
+def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of ``output_gradient`` [C, M] (any strides) over its columns [M] and over its rows [C], in float32."""
+    C, M = output_gradient.shape
+    block_m, block_c = 128, 64
+    options = {"dtype": torch.float32, "device": output_gradient.device}
+    row_partials = torch.empty(1, triton.cdiv(C, block_c), M, **options)
+    column_partials = torch.empty(1, triton.cdiv(M, block_m), C, **options)
+    if M == 0:
+        return torch.zeros(M, **options), torch.zeros(C, **options)
+    with on_device_of(output_gradient):
+        output_gradient_kernel[(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+            output_gradient,
+            *output_gradient.stride(),
+            row_partials,
+            column_partials,
+            M,
+            C,
+            BLOCK_M=block_m,
+            BLOCK_C=block_c,
+        )
+    return column_sums(row_partials)[0], column_sums(column_partials)[0]
+
+
+def winner_backward(minimum_gradient, winner, norm_weight, group_size: int) -> torch.Tensor:
+    """Gradient [M, group_size] at the GEMM's output, in each row's winning group; it is zero everywhere else."""
+    column, rstd, normalized = winner
+    M = column.numel()
+    z_gradient = torch.empty_like(normalized)
+    if M == 0:
+        return z_gradient
+    block_group = triton.next_power_of_2(group_size)
+    block_m = max(1, 2048 // block_group)
+    with on_device_of(column):
+        winner_backward_kernel[(triton.cdiv(M, block_m),)](
+            minimum_gradient,
+            column,
+            rstd,
+            normalized,
+            norm_weight,
+            z_gradient,
+            M,
+            GROUP_SIZE=group_size,
+            BLOCK_M=block_m,
+            BLOCK_GROUP=block_group,
+        )
+    return z_gradient
+
+
+def rows_by_group(column: torch.Tensor, num_groups: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in the order of their winning groups, and where each group's rows begin, [M] and [num_groups + 1]."""
+    M = column.numel()
+    if M > _MOST_RANKED_ROWS:
+        groups, order = torch.sort(torch.div(column, group_size, rounding_mode="floor"), stable=True)
+        bounds = torch.arange(num_groups + 1, dtype=groups.dtype, device=column.device)
+        return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
+    block = 128
+    order = torch.empty(M, dtype=torch.int32, device=column.device)
+    offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=column.device)
+    row_programs = triton.cdiv(M, block)
+    with on_device_of(column):
+        rank_kernel[(row_programs + triton.cdiv(num_groups + 1, block),)](
+            column, order, offsets, M, num_groups, row_programs, GROUP_SIZE=group_size, BLOCK=block, num_warps=8
+        )
+    return order, offsets
+
+
+def input_gradient(z_gradient, column, order, weight, output) -> None:
+    """output [M, K] = each row's z_gradient [group_size] @ the winning group's rows of weight [N, K] (any strides)."""
+    M, K = output.shape
+    if M == 0 or K == 0:
+        return
+    block_k = min(1024, triton.next_power_of_2(K))
+    with on_device_of(output):
+        input_gradient_kernel[(M, triton.cdiv(K, block_k))](
+            z_gradient,
+            column,
+            order,
+            weight,
+            *weight.stride(),
+            output,
+            K,
+            GROUP_SIZE=z_gradient.shape[1],
+            BLOCK_K=block_k,
+        )
+
+
+def weight_gradient(z_gradient, order, offsets, input, output) -> None:
+    """output [N, K] = the sum over rows of z_gradient's outer product with input [M, K] (any strides), by group."""
+    group_size = z_gradient.shape[1]
+    N, K = output.shape
+    if K == 0:
+        return
+    block_group = max(16, triton.next_power_of_2(group_size))
+    block_k = max(16, min(4096 // block_group, triton.next_power_of_2(K)))
+    with on_device_of(output):
+        weight_gradient_kernel[(N // group_size, triton.cdiv(K, block_k))](
+            z_gradient,
+            order,
+            offsets,
+            input,
+            *input.stride(),
+            output,
+            K,
+            GROUP_SIZE=group_size,
+            BLOCK_M=16,
+            BLOCK_GROUP=block_group,
+            BLOCK_K=block_k,
+        )
+
+
+def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> torch.Tensor:
+    """Gradients of linear_bias, norm_weight and norm_bias, [3, N] in float32."""
+    column, _, normalized = winner
+    group_size = normalized.shape[1]
+    num_groups = offsets.numel() - 1
+    block_group = triton.next_power_of_2(group_size)
+    sums = torch.empty(3, num_groups * group_size, dtype=torch.float32, device=column.device)
+    with on_device_of(column):
+        column_gradients_kernel[(num_groups,)](
+            minimum_gradient,
+            column,
+            normalized,
+            z_gradient,
+            order,
+            offsets,
+            sums,
+            num_groups * group_size,
+            GROUP_SIZE=group_size,
+            BLOCK_M=max(1, 2048 // block_group),
+            BLOCK_GROUP=block_group,
+        )
+    return sums
