@@ -30,10 +30,13 @@ def partial_statistics_kernel(
     places = block * BLOCK + tl.arange(0, BLOCK)
     inside = places < width
     values = tl.load(input + tl.program_id(0).to(tl.int64) * width + places, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(values, 0) / tl.minimum(width - block * BLOCK, BLOCK)
+    count = tl.minimum(width - block * BLOCK, BLOCK)
+    mean = tl.sum(values, 0) / count
     centred = tl.where(inside, values - mean, 0.0)
+    correction = tl.sum(centred, 0) / count  # what rounding left of the mean
+    centred = tl.where(inside, centred - correction, 0.0)
     target = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + block
-    tl.store(partial_mean + target, mean)
+    tl.store(partial_mean + target, mean + correction)
     tl.store(partial_m2 + target, tl.sum(centred * centred, 0))
 
 
