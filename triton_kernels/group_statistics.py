@@ -16,8 +16,8 @@ def normalize_groups(groups, inside, eps, GROUP_SIZE: tl.constexpr):
     mean = tl.sum(groups, 2) / GROUP_SIZE
     centred = groups - tl.expand_dims(mean, 2)
     if inside is not None:
-        # Dividing by GROUP_SIZE rounds where it is no power of two, and values may differ by no more than that (those of
-        # a constant group, say): take off the mean of what is left.
+        # Dividing by GROUP_SIZE rounds where it is no power of two, and values may differ by no more than that (in a
+        # constant group, say): take off the mean of what is left.
         centred = tl.where(inside, centred, 0.0)
         centred -= tl.expand_dims(tl.sum(centred, 2) / GROUP_SIZE, 2)
         centred = tl.where(inside, centred, 0.0)

@@ -150,8 +150,8 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
     if M == 0:
         return
     block_group = triton.next_power_of_2(group_size)
-    block_m = max(1, min(128, 4096 // block_group)) if winner is not None else 128
-    block_c = 64
+    block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
+    block_c = 128
     with on_device_of(keys):
         finish_kernel[(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
             keys,
