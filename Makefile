@@ -1,0 +1,42 @@
+# `make test` and `make bench` do all their own set-up, in .venv, and reuse it.
+#   PYTHON       the Python to start from (default python3)
+#   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
+#   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
+
+PYTHON ?= python3
+ENVIRONMENT := .venv
+INSTALLED := $(ENVIRONMENT)/installed
+IN_ENVIRONMENT := $(ENVIRONMENT)/bin/python -m
+
+# One torch thread for each of pytest's processes. Arguments of the user's may leave one of the runs without tests (5).
+PARALLEL := OMP_NUM_THREADS=1 $(IN_ENVIRONMENT) pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+MAY_BE_EMPTY := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
+
+.PHONY: test bench lint clean
+
+test: lint
+	TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	$(PARALLEL) -m offline $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	@if $(ENVIRONMENT)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		$(IN_ENVIRONMENT) pytest -m gpu $(PYTEST_ARGS) $(MAY_BE_EMPTY); \
+	else \
+		echo "No GPU: its tests were not run."; \
+	fi
+
+bench: $(INSTALLED)
+	$(IN_ENVIRONMENT) bench $(BENCH_ARGS)
+
+# Only an environment borrowed without a network (scripts/install.sh) can lack ruff.
+lint: $(INSTALLED)
+	@if $(ENVIRONMENT)/bin/python -c "import ruff" 2>/dev/null; then \
+		$(IN_ENVIRONMENT) ruff check .; \
+	else \
+		echo "ruff is not installed: nothing was linted."; \
+	fi
+
+$(INSTALLED): pyproject.toml constraints.txt scripts/install.sh
+	bash scripts/install.sh $(PYTHON) $(ENVIRONMENT)
+	@touch $@
+
+clean:
+	rm -rf $(ENVIRONMENT)
