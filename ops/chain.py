@@ -25,6 +25,6 @@ def as_vectors(input: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torc
     )
 
 
-def fuses_into_product(config: LinearConfig, group_size: int, dtype: torch.dtype) -> bool:
+def fuses_into_product(config: LinearConfig, group_size: int, input: torch.Tensor) -> bool:
     """Whether the product's kernel can do all the rest: its tiles hold whole groups, and it does the product at all."""
-    return config.holds_groups_of(group_size) and not precision.library_multiplies(dtype)
+    return config.holds_groups_of(group_size) and not precision.library_multiplies(input.dtype, input.shape[-1])

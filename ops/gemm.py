@@ -24,7 +24,7 @@ def affine(
     input: torch.Tensor, weight: torch.Tensor, linear_bias: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """input [M, K] @ weight [N, K].T + linear_bias + bias, rounded once to the input's dtype: [M, N]."""
-    if precision.library_multiplies(input.dtype):
+    if precision.library_multiplies(input.dtype, input.shape[1]):
         shift = add_optional(linear_bias, bias)
         return torch.mm(input, weight.T) if shift is None else torch.addmm(shift, input, weight.T)
     (M, K), N = input.shape, weight.shape[0]
@@ -43,7 +43,8 @@ def affine(
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b for the backward pass: the library's, but for float32 at full precision, where the kernel is faster."""
-    if a.dtype == torch.float32 and a.shape[1] > 0 and not precision.library_multiplies(a.dtype):
+    depth = a.shape[1]
+    if a.dtype == torch.float32 and depth > 0 and not precision.library_multiplies(a.dtype, depth):
         return affine(a, b.T, None)
     return torch.mm(a, b)
 

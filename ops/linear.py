@@ -20,11 +20,10 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, gradient):
     input, weight = ctx.saved_tensors
-    gradient = gradient.contiguous()
     bias_gradient = None
     if ctx.needs_input_grad[2]:
         bias_gradient = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return *gemm.linear_gradients(ctx, gradient, input, weight), bias_gradient
+    return *gemm.linear_gradients(ctx, gradient.contiguous(), input, weight), bias_gradient
 
 
 LinearFunction = operators.differentiable(_operator, _setup_context, _backward)

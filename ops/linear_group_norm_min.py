@@ -24,7 +24,7 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     config = linear_config("group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
-    if fuses_into_product(config, group_size, input.dtype):
+    if fuses_into_product(config, group_size, input):
         tiles = -(-N // config.epilogue_columns)
         keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
         launch_linear(

@@ -23,7 +23,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
         group_size = N // num_groups
         output = torch.empty(M, N, dtype=input.dtype, device=input.device)
         config = linear_config(name, input.dtype, M, N, K, group_size, input.device)
-        if fuses_into_product(config, group_size, input.dtype):
+        if fuses_into_product(config, group_size, input):
             z = torch.empty_like(output) if training else None
             linear(
                 gemm.depth_contiguous(input),

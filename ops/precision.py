@@ -6,6 +6,8 @@ from triton_kernels.device import INTERPRETED
 
 #: How tl.dot multiplies float32 matrices to float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
+#: From this depth on that is at least as accurate as the library; the interpreter multiplies float32 as it is.
+SHALLOWEST_FLOAT32 = 0 if INTERPRETED else 512
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
@@ -14,13 +16,17 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
     return on_device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def library_multiplies(dtype: torch.dtype) -> bool:
-    """Whether matrices of this dtype are multiplied by the library: float32 where PyTorch is set to use TF32.
+def library_multiplies(dtype: torch.dtype, depth: int) -> bool:
+    """Whether products of this dtype over ``depth`` terms are the library's: float32 ones, for accuracy, in two cases.
 
-    The tensor cores cut operands off to TF32 where the library rounds them: 5.6e-4 against 2.9e-4 of error at K = 8192
-    (H200). Rounding in the kernel would take longer than the product, so there the library's product is the better one.
+    Where PyTorch is set to use TF32, since the tensor cores cut operands off to TF32 where the library rounds them:
+    5.6e-4 against 2.9e-4 of error at depth 8192 (H200), and rounding in the kernel would take longer than the product.
+    And where few terms are added: three TF32 products are wrong by about 2e-7 at any depth, the library's sum of
+    float32 products by less than that below some hundred terms (6e-7 at 1024).
     """
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if dtype != torch.float32:
+        return False
+    return depth < SHALLOWEST_FLOAT32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
