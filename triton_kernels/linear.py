@@ -209,7 +209,4 @@ def linear(
             STRIPS=config.epilogue_strips,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            # A product fused into the subtraction of the mean would leave its rounding behind, as noise in groups whose
-            # values are all the same.
-            enable_fp_fusion=False,
         )

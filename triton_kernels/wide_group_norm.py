@@ -12,6 +12,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
+from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
 _BLOCK = 4096
@@ -69,7 +70,7 @@ def merge_statistics_kernel(
             tl.load(partial_m2 + source + index, mask=index < blocks, other=0.0) / width + share * shift * shift
         )
     tl.store(mean + tl.program_id(0), merged_mean)
-    tl.store(rstd + tl.program_id(0), tl.rsqrt(tl.sum(variances, 0) + eps))
+    tl.store(rstd + tl.program_id(0), reciprocal_deviation(tl.sum(variances, 0), eps))
 
 
 @triton.jit
