@@ -16,16 +16,16 @@ def column_sums_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """output[s, c] = sum over the chunks of partials[s, :, c]"""
+    """output[s, c] = sum over the chunks of partials[s, :, c], in float64: there are few of them."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     index = tl.program_id(1).to(tl.int64)
-    total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float32)
+    total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float64)
     for first in range(0, chunks, BLOCK_CHUNKS):
         chunk = first + tl.arange(0, BLOCK_CHUNKS)
         inside = (chunk < chunks)[:, None] & (columns < C)[None, :]
         source = partials + (index * chunks + chunk)[:, None] * C + columns[None, :]
-        total += tl.load(source, mask=inside, other=0.0)
-    tl.store(output + index * C + columns, tl.sum(total, 0), mask=columns < C)
+        total += tl.load(source, mask=inside, other=0.0).to(tl.float64)
+    tl.store(output + index * C + columns, tl.sum(total, 0).to(tl.float32), mask=columns < C)
 
 
 def column_sums(partials: torch.Tensor) -> torch.Tensor:

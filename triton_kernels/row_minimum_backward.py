@@ -31,12 +31,15 @@ def output_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias."""
+    """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias.
+
+    In float64, which the memory traffic hides: a minimum's gradient is one long sum, and its error is everybody's.
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (columns < C)[:, None] & (rows < M)[None, :]
     source = columns.to(tl.int64)[:, None] * column_stride + rows.to(tl.int64)[None, :] * row_stride
-    values = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float64)
     tl.store(row_partials + tl.program_id(1).to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
     tl.store(column_partials + tl.program_id(0).to(tl.int64) * C + columns, tl.sum(values, 1), mask=columns < C)
 
@@ -213,9 +216,9 @@ def column_gradients_kernel(
     """One group's column sums over the rows whose minimum it holds, in the fixed order of ``order``."""
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
-    bias_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
-    norm_weight_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
-    norm_bias_sum = tl.zeros((BLOCK_GROUP,), tl.float32)
+    bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
+    norm_weight_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
+    norm_bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
     end = tl.load(offsets + group + 1)
     for first in range(tl.load(offsets + group), end, BLOCK_M):
         places = first + tl.arange(0, BLOCK_M)
@@ -225,8 +228,8 @@ def column_gradients_kernel(
         offset = rows[:, None] * GROUP_SIZE + members[None, :]
         columns = tl.load(column + rows, mask=place_inside, other=0)
         is_winner = inside & (members[None, :] == (columns % GROUP_SIZE)[:, None])
-        gradient = tl.load(minimum_gradient + rows, mask=place_inside, other=0.0)[:, None]
-        bias_sum += tl.sum(tl.load(z_gradient + offset, mask=inside, other=0.0), 0)
+        gradient = tl.load(minimum_gradient + rows, mask=place_inside, other=0.0).to(tl.float64)[:, None]
+        bias_sum += tl.sum(tl.load(z_gradient + offset, mask=inside, other=0.0).to(tl.float64), 0)
         values = tl.load(normalized + offset, mask=inside, other=0.0)
         norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
         norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
