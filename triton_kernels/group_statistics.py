@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def reciprocal_deviation(variance, eps):
-    """1 / sqrt(variance + eps): rsqrt and a step of Newton's method, as its error of 1e-7 shows in float32 gradients."""
+    """1 / sqrt(variance + eps): rsqrt, and a step of Newton's method since its error shows in float32 gradients."""
     value = variance + eps
     root = tl.rsqrt(value)
     refined = root * (1.5 - 0.5 * (value * root) * root)

@@ -1,0 +1,282 @@
+"""The chains written in plain torch operations, independent of ``ops.reference``, and random arguments for them.
+
+``arguments`` are always a dict from the parameter names of the function in ``ops`` to tensors, numbers or None.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import ops
+
+
+def _norm(z, num_groups, weight=None, bias=None, eps=1e-5):
+    # torch.group_norm has none of the functional form's refusals; its backward fails for a bias without a weight.
+    weight = torch.ones_like(bias) if weight is None and bias is not None else weight
+    return torch.group_norm(z, num_groups, weight, bias, eps)
+
+
+def _rows(z):
+    return z.reshape(math.prod(z.shape[:-1]), z.shape[-1])
+
+
+def _shifted(z, bias):
+    return z if bias is None else z + bias
+
+
+def hardtanh(z, min_val, max_val):
+    """F.hardtanh, with the gradient of its CUDA kernel everywhere: 0 at and beyond the bounds, else passed on, for NaN too.
+
+    On the CPU, PyTorch's vectorised kernel stops it at a NaN and the one for the remaining elements does not.
+    """
+    return torch.where((z <= min_val) | (z >= max_val), F.hardtanh(z.detach(), min_val, max_val), z)
+
+
+def plain_linear(input, weight, bias=None):
+    return F.linear(input, weight, bias)
+
+
+def plain_bias_hardtanh_mish(input, bias=None, min_val=-1.0, max_val=1.0):
+    return F.mish(hardtanh(_shifted(input, bias), min_val, max_val))
+
+
+def plain_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
+    return _norm(input, num_groups, weight, bias, eps)
+
+
+def plain_group_norm_hardtanh(input, num_groups, weight=None, bias=None, min_val=-1.0, max_val=1.0, eps=1e-5):
+    return hardtanh(_norm(input, num_groups, weight, bias, eps), min_val, max_val)
+
+
+def plain_linear_hardtanh_mish_group_norm(
+    input, weight, linear_bias, bias, num_groups, norm_weight=None, norm_bias=None, min_val=-1.0, max_val=1.0, eps=1e-5
+):
+    activated = plain_bias_hardtanh_mish(F.linear(input, weight, linear_bias), bias, min_val, max_val)
+    return _norm(_rows(activated), num_groups, norm_weight, norm_bias, eps).view(activated.shape)
+
+
+def plain_linear_group_norm_min(
+    input, weight, linear_bias, num_groups, norm_weight=None, norm_bias=None, bias=None, eps=1e-5
+):
+    normalized = _norm(F.linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps)
+    return _shifted(torch.min(normalized, dim=1, keepdim=True)[0], bias)
+
+
+def plain_linear_group_norm_hardtanh(
+    input, weight, linear_bias, num_groups, norm_weight=None, norm_bias=None, min_val=-1.0, max_val=1.0, eps=1e-5
+):
+    z = F.linear(input, weight, linear_bias)
+    normalized = _norm(_rows(z), num_groups, norm_weight, norm_bias, eps).view(z.shape)
+    return hardtanh(normalized, min_val, max_val)
+
+
+def _before_bias_hardtanh_mish(arguments):
+    return _shifted(arguments["input"], arguments["bias"])
+
+
+def _before_group_norm_hardtanh(arguments):
+    return _norm(*(arguments.get(name) for name in ("input", "num_groups", "weight", "bias")))
+
+
+def _before_linear_hardtanh_mish_group_norm(arguments):
+    linear = F.linear(arguments["input"], arguments["weight"], arguments["linear_bias"])
+    return _rows(_shifted(linear, arguments["bias"]))
+
+
+def _before_linear_group_norm(arguments):
+    z = _rows(F.linear(arguments["input"], arguments["weight"], arguments["linear_bias"]))
+    return _norm(z, arguments["num_groups"], arguments["norm_weight"], arguments["norm_bias"])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A function of ``ops``, the same in plain torch, and the values whose place beside a jump decides its gradient."""
+
+    name: str
+    plain: Callable[..., torch.Tensor]
+    #: arguments -> [samples, ...]; None where there is no jump
+    before_jump: Callable[[dict], torch.Tensor] | None = None
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def function(self) -> Callable[..., torch.Tensor]:
+        return getattr(ops, self.name)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it begins with a matrix product."""
+        return self.name.startswith("linear")
+
+    @property
+    def has_groups(self) -> bool:
+        return "group_norm" in self.name
+
+    @property
+    def has_bounds(self) -> bool:
+        return "hardtanh" in self.name
+
+
+LINEAR = Chain("linear", plain_linear, vectors=("bias",))
+BIAS_HARDTANH_MISH = Chain(
+    "bias_hardtanh_mish", plain_bias_hardtanh_mish, _before_bias_hardtanh_mish, vectors=("bias",)
+)
+GROUP_NORM = Chain("group_norm", plain_group_norm, vectors=("weight", "bias"))
+GROUP_NORM_HARDTANH = Chain(
+    "group_norm_hardtanh", plain_group_norm_hardtanh, _before_group_norm_hardtanh, vectors=("weight", "bias")
+)
+L94 = Chain(
+    "linear_hardtanh_mish_group_norm",
+    plain_linear_hardtanh_mish_group_norm,
+    _before_linear_hardtanh_mish_group_norm,
+    vectors=("linear_bias", "bias", "norm_weight", "norm_bias"),
+)
+L75 = Chain(
+    "linear_group_norm_min",
+    plain_linear_group_norm_min,
+    _before_linear_group_norm,
+    vectors=("linear_bias", "norm_weight", "norm_bias", "bias"),
+)
+L30 = Chain(
+    "linear_group_norm_hardtanh",
+    plain_linear_group_norm_hardtanh,
+    _before_linear_group_norm,
+    vectors=("linear_bias", "norm_weight", "norm_bias"),
+)
+
+LINEAR_CHAINS = (L94, L75, L30)
+BLOCKS = (LINEAR, BIAS_HARDTANH_MISH, GROUP_NORM, GROUP_NORM_HARDTANH)
+CHAINS = LINEAR_CHAINS + BLOCKS
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def chain_id(value) -> str:
+    """A readable name for pytest's parametrisation."""
+    return value.name if isinstance(value, Chain) else str(value).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes: ``rows`` x ``depth`` by ``depth`` x ``groups * group_size``; ``pixels`` are a norm's further axes."""
+
+    rows: int
+    depth: int
+    groups: int
+    group_size: int
+    pixels: tuple[int, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        return self.groups * self.group_size
+
+
+def draw(shape, kind: str, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random values, on the generator's device.
+
+    - normal; positive: uniform in 0...1
+    - wide: signs times 2**u, u uniform in -23...23, for float16 in -4...4, whose products stay within its range
+    - spike: normal with one element a row that is 2**20 (float16: 2**8) times as large
+    - exact: -1, 0 or 1, whose sums every dtype holds exactly
+    """
+    options = {"generator": generator, "device": generator.device}
+    if kind == "positive":
+        values = torch.rand(shape, **options)
+    elif kind == "wide":
+        exponent = 4 if dtype == torch.float16 else 23
+        signs = torch.randint(0, 2, shape, **options) * 2 - 1
+        values = signs * torch.exp2((torch.rand(shape, **options) * 2 - 1) * exponent)
+    elif kind == "exact":
+        values = torch.randint(-1, 2, shape, **options).float()
+    else:
+        values = torch.randn(shape, **options)
+    if kind == "spike" and values.numel() > 0:
+        place = torch.randint(0, shape[-1], (*shape[:-1], 1), **options)
+        values.scatter_(-1, place, values.gather(-1, place) * (2.0**8 if dtype == torch.float16 else 2.0**20))
+    return values.to(dtype)
+
+
+def make_arguments(
+    chain: Chain,
+    problem: Problem,
+    dtype: torch.dtype,
+    *,
+    kind: str = "normal",
+    absent: tuple[str, ...] = (),
+    seed: int = 0,
+    device: str = "cpu",
+) -> dict:
+    """Random arguments for ``chain``. ``absent`` vectors are None; the bounds lie where a few elements exceed them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    N, K = problem.channels, problem.depth
+    arguments = {}
+    if chain.is_linear:
+        arguments["input"] = draw((problem.rows, K), kind, dtype, generator)
+        # A power of two, so that "exact" products stay exact.
+        arguments["weight"] = draw((N, K), kind, dtype, generator) * 2.0 ** -round(math.log2(max(1, K)) / 2)
+    else:
+        arguments["input"] = draw((problem.rows, N, *problem.pixels), kind, dtype, generator)
+    if chain is BIAS_HARDTANH_MISH:
+        arguments["input"] = arguments["input"].movedim(1, -1)
+    if chain.has_groups:
+        arguments["num_groups"] = problem.groups
+    for name in chain.vectors:
+        shape = (1, N, 1, 1) if chain is L75 and name == "bias" else (N,)
+        vector = draw(shape, "exact" if kind == "exact" else "normal", torch.float32, generator)
+        if name in ("norm_weight", "weight"):
+            vector = 1 + vector / 4
+        arguments[name] = None if name in absent else vector.to(dtype)
+    if chain.has_bounds:
+        arguments["min_val"], arguments["max_val"] = _bounds(chain, arguments, kind, dtype)
+    return arguments
+
+
+def _bounds(chain, arguments, kind, dtype) -> tuple[float, float]:
+    """Bounds with a few of the values beyond them.
+
+    PyTorch's -1 and 1 where float32 sees them sharply; wider ones, with fewer values near, for the 16-bit dtypes; between
+    the values that "exact" arguments lead to (multiples of 1/16); and in proportion to values of unusual size.
+    """
+    if kind == "exact" and chain in (L94, BIAS_HARDTANH_MISH):
+        return -1.0 - 2.0**-5, 1.0 + 2.0**-5
+    if kind == "normal" and dtype in (torch.float32, torch.float64):
+        return -1.0, 1.0
+    values = chain.before_jump(doubled(arguments))
+    if values.numel() == 0:
+        return -1.0, 1.0
+    size = float(torch.quantile(values.abs().flatten()[: 2**20].float(), 0.97)) or 1.0
+    return -size, size
+
+
+def doubled(arguments: dict) -> dict:
+    """The same arguments in float64."""
+    return {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+def tensors_of(arguments: dict) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+
+def with_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values laid out otherwise in memory; "expanded" repeats the first row instead, at stride 0."""
+    if layout == "contiguous":
+        return tensor.contiguous()
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT
+    if layout == "strided":
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), math.nan)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "padded":
+        wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 3), math.nan)
+        wide[..., : tensor.shape[-1]] = tensor
+        return wide[..., : tensor.shape[-1]]
+    if layout == "misaligned":
+        return torch.cat([tensor.new_full((1,), math.nan), tensor.flatten()])[1:].view(tensor.shape)
+    if layout == "expanded":
+        return tensor[:1].expand(tensor.shape)
+    raise ValueError(f"no such layout: {layout}")
+
+
+LAYOUTS = ("contiguous", "transposed", "strided", "padded", "misaligned", "expanded")

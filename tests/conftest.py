@@ -1,0 +1,64 @@
+"""Which tests run where: through Triton's interpreter, as offline compilation, or on a GPU.
+
+The interpreter is chosen by TRITON_INTERPRET=1 before triton is imported, for a whole process, so one run of pytest does
+either the interpreter's tests (those without a mark) or the others:
+
+    TRITON_INTERPRET=1 pytest -m "not gpu and not offline"
+    pytest -m offline
+    pytest -m gpu
+
+Tests of the other kind are deselected, so that a bare ``pytest`` does what is possible in its process.
+"""
+
+import hypothesis
+import pytest
+import torch
+import triton
+
+pytest.register_assert_rewrite("tests.accuracy")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    # Not shrink: an example takes up to a second in the interpreter, and its sizes are small already.
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", "offline: compiles kernels without a GPU; runs without the interpreter")
+
+
+def pytest_report_header(config):
+    if INTERPRETED:
+        return "TRITON_INTERPRET=1: the interpreter's tests; gpu and offline tests run in a process without it"
+    return "compiled kernels: gpu and offline tests; the others need TRITON_INTERPRET=1"
+
+
+def pytest_collection_modifyitems(config, items):
+    kept, others = [], []
+    for item in items:
+        compiled = item.get_closest_marker("gpu") or item.get_closest_marker("offline")
+        (others if bool(compiled) == INTERPRETED else kept).append(item)
+    if others:
+        items[:] = kept
+        config.hook.pytest_deselected(items=others)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture(autouse=True)
+def default_precision():
+    """Each test starts from, and leaves behind, PyTorch's default float32 setting."""
+    yield
+    torch.set_float32_matmul_precision("highest")

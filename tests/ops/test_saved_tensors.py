@@ -1,0 +1,142 @@
+"""Promise: little is kept for the backward pass: of the size batch x channels nothing for L75, one for L94 and L30."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.accuracy import draw_grad_output
+from tests.chains import (
+    BIAS_HARDTANH_MISH,
+    CHAINS,
+    DTYPES,
+    GROUP_NORM,
+    GROUP_NORM_HARDTANH,
+    L30,
+    L75,
+    L94,
+    LINEAR,
+    LINEAR_CHAINS,
+    Problem,
+    chain_id,
+    make_arguments,
+    tensors_of,
+)
+
+#: Groups that a tile of the product holds, of no power of two, and wider than a tile; few groups and many.
+PROBLEMS = (
+    Problem(rows=19, depth=13, groups=17, group_size=8),
+    Problem(rows=19, depth=13, groups=7, group_size=10),
+    Problem(rows=19, depth=16, groups=2, group_size=300),
+)
+#: How many tensors of batch x channels elements are kept besides arguments.
+KEPT = {L94: 1, L30: 1, L75: 0, LINEAR: 0, BIAS_HARDTANH_MISH: 0, GROUP_NORM: 0, GROUP_NORM_HARDTANH: 0}
+
+by_chain = pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
+by_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"groups_of_{problem.group_size}")
+
+
+def with_gradients(arguments):
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors_of(arguments).items()}
+    return {**arguments, **leaves}
+
+
+def saved_tensors(function, arguments):
+    """The result and all that autograd keeps for it but the arguments themselves, each once."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        output = function(**arguments)
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(arguments).values()}
+    kept = {}
+    for tensor in saved:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > 0 and storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = tensor
+    return output, list(kept.values())
+
+
+@by_problem
+@by_dtype
+@by_chain
+def test_kept_for_backward(chain, dtype, problem):
+    arguments = with_gradients(make_arguments(chain, problem, dtype))
+    output, kept = saved_tensors(chain.function, arguments)
+    # By storage: a small view would keep the whole of what it is a view of.
+    sizes = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
+    large = [tensor for tensor, size in zip(kept, sizes, strict=True) if size >= problem.rows * problem.channels]
+    assert [tensor.dtype for tensor in large] == [dtype] * KEPT[chain]
+    assert all(tensor.numel() == problem.rows * problem.channels for tensor in large)
+    output.backward(draw_grad_output(chain, make_arguments(chain, problem, dtype)))
+    assert arguments["input"].grad is not None
+
+
+@by_problem
+def test_minimum_keeps_the_winners_group_alone(problem):
+    """In bytes: a column, a scale and one group's values a row."""
+    _, kept = saved_tensors(L75.function, with_gradients(make_arguments(L75, problem, torch.bfloat16)))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in kept) <= problem.rows * (4 + 4 + 4 * problem.group_size)
+
+
+@pytest.mark.parametrize("chain", LINEAR_CHAINS, ids=chain_id)
+def test_kept_where_the_library_multiplies(chain):
+    torch.set_float32_matmul_precision("high")
+    problem = PROBLEMS[0]
+    _, kept = saved_tensors(chain.function, with_gradients(make_arguments(chain, problem, torch.float32)))
+    large = [tensor for tensor in kept if tensor.numel() >= problem.rows * problem.channels]
+    assert len(large) == KEPT[chain]
+
+
+@pytest.mark.parametrize("chain", LINEAR_CHAINS, ids=chain_id)
+def test_kept_under_autocast(chain):
+    """The one large tensor is in autocast's dtype."""
+    problem = PROBLEMS[0]
+    arguments = with_gradients(make_arguments(chain, problem, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, kept = saved_tensors(chain.function, arguments)
+    large = [tensor for tensor in kept if tensor.numel() == problem.rows * problem.channels]
+    assert [tensor.dtype for tensor in large] == [torch.bfloat16] * KEPT[chain]
+
+
+@pytest.mark.parametrize("chain", LINEAR_CHAINS, ids=chain_id)
+def test_kept_for_one_parameter(chain):
+    """A gradient of one vector alone needs no more than all of them do."""
+    problem = PROBLEMS[0]
+    for name in chain.vectors:
+        arguments = make_arguments(chain, problem, torch.bfloat16)
+        arguments[name].requires_grad_()
+        _, kept = saved_tensors(chain.function, arguments)
+        assert sum(tensor.numel() >= problem.rows * problem.channels for tensor in kept) <= KEPT[chain]
+
+
+class Results(TorchDispatchMode):
+    """Notes the size of every new tensor that an operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        results = operator(*arguments, **(keywords or {}))
+        if operator.namespace == "normfuse":
+            self.sizes += [tensor.numel() for tensor in (results if isinstance(results, tuple) else (results,))]
+        return results
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "nothing requires it"])
+@by_chain
+def test_nothing_without_gradients(chain, how):
+    """Nothing is kept, and the operator returns nothing of that size but its result (for L75 not even that)."""
+    problem = PROBLEMS[0]
+    arguments = make_arguments(chain, problem, torch.float32)
+    if how != "nothing requires it":
+        arguments = with_gradients(arguments)
+    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)
+    if chain is L75:
+        arguments["bias"] = arguments["bias"][:, :2]
+    with context(), Results() as results:
+        output, kept = saved_tensors(chain.function, arguments)
+    assert not output.requires_grad and kept == []
+    assert results.sizes, "the operator was not seen"
+    large = [size for size in results.sizes if size >= problem.rows * problem.channels]
+    assert large == ([] if chain is L75 else [problem.rows * problem.channels])
+    assert sum(results.sizes) == output.numel()
