@@ -3,7 +3,7 @@
 import torch
 
 from ops import checks, operators, precision, reference
-from ops.chain import as_vectors
+from ops.chain import as_vectors, in_reference
 from triton_kernels.bias_pointwise import bias_pointwise, bias_pointwise_backward
 from triton_kernels.pointwise import HARDTANH_MISH
 
@@ -60,13 +60,13 @@ def bias_hardtanh_mish(
     mish(z) = z * tanh(softplus(z)) (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019). The
     result has the input's dtype. Raises ValueError or TypeError for arguments that do not fit.
     """
-    checks.tensors(input=input, bias=bias)
+    checks.tensors({"input": input}, {"bias": bias})
     if input.ndim < 1:
         raise ValueError("input must have at least one dimension (*, channels), got a scalar")
     checks.vectors(input.shape[-1], bias=bias)
     checks.bounds(min_val, max_val)
-    (bias,) = as_vectors(input, bias)
+    (bias,) = as_vectors(bias)
     if not precision.runs_kernels(input):
-        return reference.bias_hardtanh_mish(input, bias, min_val=min_val, max_val=max_val)
+        return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
     return BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val)).view(input.shape)

@@ -1,5 +1,9 @@
 """What the Linear chains share: checking their arguments, and whether the norm runs inside the product's kernel."""
 
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import torch
 
 from ops import checks, precision
@@ -10,19 +14,26 @@ def check_chain(
     input: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, **vectors: torch.Tensor | None
 ) -> None:
     """Check a chain's tensors, groups and eps; ``vectors`` are over weight's out_features."""
-    checks.tensors(input=input, weight=weight, **vectors)
+    checks.tensors({"input": input, "weight": weight}, vectors)
     checks.linear(input, weight)
     checks.vectors(weight.shape[0], **vectors)
     checks.groups(weight.shape[0], num_groups)
     checks.epsilon(eps)
 
 
-def as_vectors(input: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Contiguous and 1-D; in ``input``'s dtype where the reference runs (the kernels take any float dtype)."""
-    dtype = None if precision.runs_kernels(input) else input.dtype
-    return tuple(
-        None if tensor is None else tensor.reshape(-1).contiguous().to(dtype or tensor.dtype) for tensor in tensors
-    )
+def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Contiguous and 1-D, in their own dtype: the kernels take any float dtype."""
+    return tuple(None if tensor is None else tensor.reshape(-1).contiguous() for tensor in tensors)
+
+
+def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *arguments, **scalars) -> torch.Tensor:
+    """``function`` of ``ops.reference`` in the widest of its arguments' dtypes, which differ under autocast alone."""
+    tensors = [input, *(argument for argument in arguments if isinstance(argument, torch.Tensor))]
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    widened = (argument.to(dtype) if isinstance(argument, torch.Tensor) else argument for argument in arguments)
+    off = torch.autocast(input.device.type, enabled=False) if precision.autocasts(input.device) else nullcontext()
+    with off:
+        return function(input.to(dtype), *widened, **scalars).to(input.dtype)
 
 
 def fuses_into_product(config: LinearConfig, group_size: int, input: torch.Tensor) -> bool:

@@ -2,12 +2,14 @@
 
 import torch
 
+from ops import precision
 
-def tensors(**arguments: torch.Tensor | None) -> None:
-    """All are floating-point tensors (or None, but for the first) of one device and, outside autocast, one dtype."""
-    first_name, first = next(iter(arguments.items()))
-    for name, tensor in arguments.items():
-        if tensor is None and name != first_name:
+
+def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor | None]) -> None:
+    """All are floating-point tensors, the optional ones or None, of one device and, outside autocast, one dtype."""
+    first_name, first = next(iter(required.items()))
+    for name, tensor in (required | optional).items():
+        if tensor is None and name in optional:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -15,7 +17,7 @@ def tensors(**arguments: torch.Tensor | None) -> None:
             raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
         if tensor.device != first.device:
             raise ValueError(f"{name} must be on {first_name}'s device {first.device}, got {tensor.device}")
-        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+        if tensor.dtype != first.dtype and not precision.autocasts(first.device):
             raise TypeError(f"{name} must have {first_name}'s dtype {first.dtype}, got {tensor.dtype}")
 
 

@@ -4,7 +4,7 @@ import torch
 
 from autotune_configs import group_norm_config
 from ops import checks, operators, precision, reference
-from ops.chain import as_vectors
+from ops.chain import as_vectors, in_reference
 from triton_kernels import group_norm as resident
 from triton_kernels import wide_group_norm as wide
 from triton_kernels.pointwise import HARDTANH, IDENTITY, Pointwise
@@ -89,7 +89,7 @@ GroupNormHardtanhFunction = _differentiable_group_norm("group_norm_hardtanh", HA
 
 
 def _check(input, num_groups, weight, bias, eps):
-    checks.tensors(input=input, weight=weight, bias=bias)
+    checks.tensors({"input": input}, {"weight": weight, "bias": bias})
     if input.ndim < 2:
         raise ValueError(f"input must be at least 2-D (batch, channels, *), got shape {tuple(input.shape)}")
     checks.groups(input.shape[1], num_groups)
@@ -118,9 +118,9 @@ def group_norm(
     that do not fit.
     """
     _check(input, num_groups, weight, bias, eps)
-    weight, bias = as_vectors(input, weight, bias)
+    weight, bias = as_vectors(weight, bias)
     if not precision.runs_kernels(input):
-        return reference.group_norm(input, num_groups, weight, bias, eps=eps)
+        return in_reference(reference.group_norm, input, num_groups, weight, bias, eps=eps)
     return _apply(GroupNormFunction, input, num_groups, weight, bias, 0.0, 0.0, eps)
 
 
@@ -137,7 +137,9 @@ def group_norm_hardtanh(
     """``hardtanh(group_norm(input, num_groups, weight, bias), min_val, max_val)``; see ``group_norm``."""
     _check(input, num_groups, weight, bias, eps)
     checks.bounds(min_val, max_val)
-    weight, bias = as_vectors(input, weight, bias)
+    weight, bias = as_vectors(weight, bias)
     if not precision.runs_kernels(input):
-        return reference.group_norm_hardtanh(input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps)
+        return in_reference(
+            reference.group_norm_hardtanh, input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps
+        )
     return _apply(GroupNormHardtanhFunction, input, num_groups, weight, bias, min_val, max_val, eps)

@@ -3,7 +3,7 @@
 import torch
 
 from ops import checks, gemm, operators, precision, reference
-from ops.chain import as_vectors
+from ops.chain import as_vectors, in_reference
 
 _operator = operators.define(
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
@@ -35,14 +35,14 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     float32 is multiplied to float32 accuracy unless PyTorch is set to use TF32; the result has the input's dtype, or
     autocast's. Raises ValueError or TypeError for arguments that do not fit.
     """
-    checks.tensors(input=input, weight=weight, bias=bias)
+    checks.tensors({"input": input, "weight": weight}, {"bias": bias})
     checks.linear(input, weight)
     checks.vectors(weight.shape[0], bias=bias)
     dtype = precision.autocast_dtype(input)
     input, weight = input.to(dtype), weight.to(dtype)
-    (bias,) = as_vectors(input, bias)
+    (bias,) = as_vectors(bias)
     if not precision.runs_kernels(input):
-        return reference.linear(input, weight, bias)
+        return in_reference(reference.linear, input, weight, bias)
     rows = input.reshape(-1, input.shape[-1])
     result = LinearFunction.apply(rows, weight, bias)
     return result.view(*input.shape[:-1], weight.shape[0])

@@ -4,7 +4,7 @@ import torch
 
 from autotune_configs import group_norm_config, linear_config
 from ops import checks, gemm, operators, precision, reference
-from ops.chain import as_vectors, check_chain, fuses_into_product
+from ops.chain import as_vectors, check_chain, fuses_into_product, in_reference
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
 from triton_kernels import row_minimum, row_minimum_backward
@@ -191,18 +191,26 @@ def linear_group_norm_min(
     naming an argument that does not fit.
     """
     check_chain(input, weight, num_groups, eps, linear_bias=linear_bias, norm_weight=norm_weight, norm_bias=norm_bias)
-    checks.tensors(input=input, bias=bias)
+    checks.tensors({"input": input}, {"bias": bias})
     if input.ndim != 2:
         raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
     if bias is not None and (bias.ndim != 4 or bias.shape != (1, bias.shape[1], 1, 1)):
         raise ValueError(f"bias must have shape (1, channels, 1, 1), got {tuple(bias.shape)}")
     dtype = precision.autocast_dtype(input)
     input, weight = input.to(dtype), weight.to(dtype)
-    linear_bias, norm_weight, norm_bias, flat_bias = as_vectors(input, linear_bias, norm_weight, norm_bias, bias)
+    linear_bias, norm_weight, norm_bias, flat_bias = as_vectors(linear_bias, norm_weight, norm_bias, bias)
     if not precision.runs_kernels(input):
         shaped_bias = None if bias is None else flat_bias.view(bias.shape)
-        return reference.linear_group_norm_min(
-            input, weight, linear_bias, num_groups, norm_weight, norm_bias, shaped_bias, eps=eps
+        return in_reference(
+            reference.linear_group_norm_min,
+            input,
+            weight,
+            linear_bias,
+            num_groups,
+            norm_weight,
+            norm_bias,
+            shaped_bias,
+            eps=eps,
         )
     if not fits_registers(weight.shape[0], 1, num_groups):
         normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps=eps)

@@ -4,7 +4,7 @@ import torch
 
 from ops import checks, precision, reference
 from ops.bias_hardtanh_mish import bias_hardtanh_mish
-from ops.chain import as_vectors, check_chain
+from ops.chain import as_vectors, check_chain, in_reference
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
 from ops.matrix_chain import define_matrix_chain
@@ -43,11 +43,20 @@ def linear_hardtanh_mish_group_norm(
     checks.bounds(min_val, max_val)
     dtype = precision.autocast_dtype(input)
     input, weight = input.to(dtype), weight.to(dtype)
-    linear_bias, bias, norm_weight, norm_bias = as_vectors(input, linear_bias, bias, norm_weight, norm_bias)
+    linear_bias, bias, norm_weight, norm_bias = as_vectors(linear_bias, bias, norm_weight, norm_bias)
     bounds = {"min_val": min_val, "max_val": max_val}
     if not precision.runs_kernels(input):
-        return reference.linear_hardtanh_mish_group_norm(
-            input, weight, linear_bias, bias, num_groups, norm_weight, norm_bias, **bounds, eps=eps
+        return in_reference(
+            reference.linear_hardtanh_mish_group_norm,
+            input,
+            weight,
+            linear_bias,
+            bias,
+            num_groups,
+            norm_weight,
+            norm_bias,
+            **bounds,
+            eps=eps,
         )
     rows = input.reshape(-1, input.shape[-1])
     if fits_registers(weight.shape[0], 1, num_groups):

@@ -29,11 +29,15 @@ def library_multiplies(dtype: torch.dtype, depth: int) -> bool:
     return depth < SHALLOWEST_FLOAT32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for this kind of device."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype a matrix product of this tensor runs in: autocast's where it is on (it leaves float64 alone)."""
-    device_type = tensor.device.type
-    if torch.is_autocast_enabled(device_type) and tensor.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
+    if autocasts(tensor.device) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
 
 
