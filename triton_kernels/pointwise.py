@@ -63,9 +63,9 @@ def mish(value, min_val, max_val):
 
 @triton.jit
 def mish_gradient(gradient, value, min_val, max_val):
-    """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2), where the second term is 4 v e (e + 1) r r.
+    """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2), the second term being 4 v e (e + 1) r r.
 
-    It is 0 in float32 beyond 20, where e is clamped; v is clamped with it, lest a huge v revive it.
+    That is 0 in float32 beyond 20, where e is clamped; v is clamped with it, lest a huge v revive it.
     """
     e, tanh, r = softplus_terms(value)
     bounded = tl.minimum(value, 20.0, propagate_nan=tl.PropagateNan.ALL)

@@ -68,17 +68,21 @@ def test_dtypes(chain, dtype, way):
         assert leaf.grad.dtype == torch.float32 and leaf.grad.shape == leaf.shape, name
 
 
+@pytest.mark.parametrize("backward", ["outside", "inside"])
 @by_multiplying_chain
-def test_accuracy(chain, way):
-    """No further from float64 than plain PyTorch under autocast, on arguments that bfloat16 holds exactly, so that the
-    rounding of arguments, which both do alike, hides nothing."""
+def test_accuracy(chain, way, backward):
+    """No further from float64 than plain PyTorch under autocast, wherever the backward pass is called.
+
+    The arguments are such as bfloat16 holds exactly: their rounding, which both do alike, would hide the rest.
+    """
     rounded = make_arguments(chain, PROBLEM, torch.bfloat16)
     grad_output = draw_grad_output(chain, rounded)
     arguments = {
         name: value.float() if isinstance(value, torch.Tensor) else value for name, value in rounded.items()
     }
-    ours = run(autocast(chain.function), arguments, grad_output)
-    theirs = run(autocast(chain.plain), arguments, grad_output)
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward == "inside"):
+        ours = run(autocast(chain.function), arguments, grad_output)
+        theirs = run(autocast(chain.plain), arguments, grad_output)
     exact = run(chain.plain, doubled(arguments), grad_output.double())
     our_errors, their_errors = errors_of(ours, exact), errors_of(theirs, exact)
     nearby = [neighbour(rounded, seed) for seed in range(3)]
@@ -153,8 +157,8 @@ def test_mixed_dtypes(chain, way):
 
 
 @by_multiplying_chain
-def test_backward_within_the_region(chain, way):
-    """Gradients do not depend on whether the backward pass is called inside or outside."""
+def test_backward_within_the_region(chain):
+    """The kernels' gradients do not depend on whether the backward pass is called inside or outside."""
     arguments = make_arguments(chain, SMALL, torch.float32)
     grad_output = draw_grad_output(chain, arguments).bfloat16()
     outside = run(autocast(chain.function), arguments, grad_output)

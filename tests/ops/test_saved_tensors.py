@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.accuracy import draw_grad_output
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
@@ -60,14 +59,12 @@ def saved_tensors(function, arguments):
 @by_chain
 def test_kept_for_backward(chain, dtype, problem):
     arguments = with_gradients(make_arguments(chain, problem, dtype))
-    output, kept = saved_tensors(chain.function, arguments)
+    _, kept = saved_tensors(chain.function, arguments)
     # By storage: a small view would keep the whole of what it is a view of.
     sizes = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
     large = [tensor for tensor, size in zip(kept, sizes, strict=True) if size >= problem.rows * problem.channels]
     assert [tensor.dtype for tensor in large] == [dtype] * KEPT[chain]
     assert all(tensor.numel() == problem.rows * problem.channels for tensor in large)
-    output.backward(draw_grad_output(chain, make_arguments(chain, problem, dtype)))
-    assert arguments["input"].grad is not None
 
 
 @by_problem

@@ -1,0 +1,141 @@
+"""The tiled GEMM: every way to load and store, every kind of config, and what a config says of itself."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.chains import LAYOUTS, with_layout
+from triton_kernels import linear as module
+from triton_kernels.epilogues import (
+    bias_epilogue,
+    group_norm_hardtanh_epilogue,
+    hardtanh_mish_group_norm_epilogue,
+)
+from triton_kernels.linear import LinearConfig, linear
+
+CONFIGS = [
+    LinearConfig(16, 32, 16, num_warps=4),
+    LinearConfig(32, 16, 32, group_m=1),
+    LinearConfig(64, 64, 16, group_m=2, num_stages=2),
+    LinearConfig(16, 64, 32, epilogue_strips=2),
+    LinearConfig(128, 128, 64),
+]
+
+
+def whole_numbers(*shape, seed=0):
+    """-2...2: products and sums are exact in every dtype, so results are compared bit by bit."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def product(input, weight, config, *, bias=None, linear_bias=None, output=None):
+    if output is None:
+        output = torch.full((input.shape[0], weight.shape[0]), torch.nan, dtype=input.dtype)
+    vectors = (linear_bias, bias, None, None)
+    linear(input, weight, bias_epilogue, config, output=output, vectors=vectors, input_precision="tf32x3")
+    return output
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("M, N, K", [(1, 1, 1), (16, 32, 16), (17, 33, 19), (65, 40, 8), (3, 200, 50), (130, 72, 24)])
+def test_every_config_covers_every_size(config, M, N, K):
+    input, weight = whole_numbers(M, K), whole_numbers(N, K, seed=1)
+    assert torch.equal(product(input, weight, config), input @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_and_biases(dtype):
+    input, weight = whole_numbers(20, 24).to(dtype), whole_numbers(40, 24, seed=1).to(dtype)
+    first, second = whole_numbers(40, seed=2).to(dtype), whole_numbers(40, seed=3).to(dtype)
+    for linear_bias, bias in itertools.product((None, first), (None, second)):
+        expected = F.linear(input.double(), weight.double())
+        for vector in (linear_bias, bias):
+            expected = expected if vector is None else expected + vector
+        result = product(input, weight, CONFIGS[0], linear_bias=linear_bias, bias=bias)
+        assert torch.equal(result, expected.to(dtype))
+
+
+@pytest.mark.parametrize("weight_layout", LAYOUTS)
+@pytest.mark.parametrize("input_layout", LAYOUTS)
+def test_layouts(input_layout, weight_layout):
+    input = with_layout(whole_numbers(24, 40), input_layout)
+    weight = with_layout(whole_numbers(32, 40, seed=1), weight_layout)
+    assert torch.equal(product(input, weight, CONFIGS[0]), input @ weight.T)
+
+
+def _descriptors(tensor):
+    return module._operand(tensor, 16, 16)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_which_operands_go_through_descriptors(dtype):
+    """The hardware's copies ask for 16-byte addresses and strides and neighbours along one axis."""
+    matrix = torch.zeros(24, 40, dtype=dtype)
+    assert _descriptors(matrix) is module.load_descriptor
+    assert _descriptors(matrix[:, :32]) is module.load_descriptor
+    assert _descriptors(matrix[8:, 8:]) is module.load_descriptor
+    assert _descriptors(with_layout(matrix, "transposed")) is module.load_descriptor_transposed
+    for other in (
+        with_layout(matrix, "strided"),
+        with_layout(matrix, "padded"),
+        with_layout(matrix, "misaligned"),
+        with_layout(matrix, "expanded"),
+        matrix[:, 1:],
+        torch.zeros(24, 41, dtype=dtype),
+        torch.zeros(100, dtype=dtype).unfold(0, 40, 8),  # rows overlap
+        matrix[:0],
+    ):
+        assert _descriptors(other) is module.load_pointers, (other.shape, other.stride(), other.data_ptr() % 16)
+
+
+@pytest.mark.parametrize("channels, offset", [(32, 0), (33, 0), (32, 1)])
+def test_nothing_is_written_outside(channels, offset):
+    """Through a descriptor, and through pointers where rows or the result's address are not aligned."""
+    rows = 21
+    memory = torch.full((offset + rows * channels + 64,), 7.0)
+    output = memory[offset : offset + rows * channels].view(rows, channels)
+    input, weight = whole_numbers(rows, 24), whole_numbers(channels, 24, seed=1)
+    product(input, weight, LinearConfig(64, 64, 32), output=output)
+    assert torch.equal(output, input @ weight.T)
+    assert (memory[:offset] == 7).all() and (memory[offset + rows * channels :] == 7).all()
+
+
+def test_no_rows():
+    output = torch.empty(0, 32)
+    linear(torch.empty(0, 24), whole_numbers(32, 24), bias_epilogue, CONFIGS[0], output=output)
+
+
+@pytest.mark.parametrize("strips", [1, 2])
+@pytest.mark.parametrize("save", [True, False])
+def test_norms_in_registers(save, strips):
+    """A group is normalised within its tile, whichever strip it is in; what backward needs is saved beside it."""
+    config = LinearConfig(16, 64, 16, epilogue_strips=strips)
+    generator = torch.Generator().manual_seed(0)
+    input, weight = torch.randn(20, 24, generator=generator), torch.randn(96, 24, generator=generator)
+    vectors = tuple(torch.randn(96, generator=generator) for _ in range(4))
+    z = F.linear(input, weight, vectors[0]) + vectors[1]
+    expected = {
+        hardtanh_mish_group_norm_epilogue: F.group_norm(F.mish(F.hardtanh(z, -0.5, 1.5)), 12, vectors[2], vectors[3]),
+        group_norm_hardtanh_epilogue: F.hardtanh(F.group_norm(z, 12, vectors[2], vectors[3]), -0.5, 1.5),
+    }
+    for epilogue, result in expected.items():
+        output, saved = torch.full((20, 96), torch.nan), torch.full((20, 96), torch.nan) if save else None
+        options = {"vectors": vectors, "scalars": (-0.5, 1.5, 1e-5), "group_size": 8}
+        linear(input, weight, epilogue, config, output=output, saved=saved, **options)
+        torch.testing.assert_close(output, result, rtol=1e-4, atol=1e-4)
+        if save:
+            torch.testing.assert_close(saved, z, rtol=1e-5, atol=1e-5)
+
+
+def test_config_holds_groups():
+    config = LinearConfig(128, 256, 64)
+    assert [size for size in (1, 10, 16, 48, 256, 512) if config.holds_groups_of(size)] == [1, 16, 256]
+    strips = LinearConfig(128, 256, 64, epilogue_strips=2)
+    assert [size for size in (1, 10, 16, 128, 256) if strips.holds_groups_of(size)] == [1, 16, 128]
+
+
+def test_config_shared_memory():
+    config = LinearConfig(128, 256, 64, num_stages=3)
+    assert config.shared_memory(2) == 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2
+    assert LinearConfig(128, 256, 64, num_stages=3, epilogue_strips=2).shared_memory(2) < config.shared_memory(2)
