@@ -28,7 +28,7 @@ def _shifted(z, bias):
 
 
 def hardtanh(z, min_val, max_val):
-    """F.hardtanh, with the gradient of its CUDA kernel everywhere: 0 at and beyond the bounds, else passed on, for NaN too.
+    """F.hardtanh with its CUDA kernel's gradient everywhere: 0 at and beyond the bounds, else passed on, for NaN too.
 
     On the CPU, PyTorch's vectorised kernel stops it at a NaN and the one for the remaining elements does not.
     """
@@ -235,8 +235,8 @@ def make_arguments(
 def _bounds(chain, arguments, kind, dtype) -> tuple[float, float]:
     """Bounds with a few of the values beyond them.
 
-    PyTorch's -1 and 1 where float32 sees them sharply; wider ones, with fewer values near, for the 16-bit dtypes; between
-    the values that "exact" arguments lead to (multiples of 1/16); and in proportion to values of unusual size.
+    PyTorch's -1 and 1 where float32 sees them sharply; wider ones, with fewer values near, for the 16-bit dtypes;
+    between the values that "exact" arguments lead to (multiples of 1/16); in proportion to values of unusual size.
     """
     if kind == "exact" and chain in (L94, BIAS_HARDTANH_MISH):
         return -1.0 - 2.0**-5, 1.0 + 2.0**-5

@@ -1,7 +1,7 @@
 """Which tests run where: through Triton's interpreter, as offline compilation, or on a GPU.
 
-The interpreter is chosen by TRITON_INTERPRET=1 before triton is imported, for a whole process, so one run of pytest does
-either the interpreter's tests (those without a mark) or the others:
+The interpreter is chosen by TRITON_INTERPRET=1 before triton is imported, for a whole process, so one run of pytest
+does either the interpreter's tests (those without a mark) or the others:
 
     TRITON_INTERPRET=1 pytest -m "not gpu and not offline"
     pytest -m offline

@@ -1,7 +1,7 @@
 """Promise: NaN and infinities go where PyTorch puts them, in results and in every gradient.
 
-In results NaN and each infinity are told apart. In gradients only finite and not finite are: whether inf - inf or 0 * inf
-comes up on the way to a group's gradients depends on how the sums are arranged, in PyTorch's own kernels too.
+In results NaN and each infinity are told apart. In gradients only finite and not finite are: whether inf - inf or
+0 * inf comes up on the way to a group's gradients depends on how sums are arranged, in PyTorch's own kernels too.
 """
 
 import math
@@ -132,7 +132,7 @@ def test_pixels(chain, value):
 @pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-1.0, math.inf), (-math.inf, 1.0), (-1e15, 1e15)])
 @pytest.mark.parametrize("chain, largest", [(L94, 1e15), (BIAS_HARDTANH_MISH, 3e38)], ids=["L94", "block"])
 def test_infinite_and_huge_bounds(chain, largest, bounds):
-    """mish and its gradient overflow nowhere; only -inf itself gives NaN, in PyTorch as here. (Squares must fit L94.)"""
+    """mish and its gradient overflow nowhere; only -inf itself gives NaN, in PyTorch as here. (L94 squares them.)"""
     arguments = make_arguments(chain, PROBLEM, torch.float32)
     arguments["min_val"], arguments["max_val"] = bounds
     places = arguments["bias"].view(-1)

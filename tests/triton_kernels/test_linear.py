@@ -24,6 +24,10 @@ CONFIGS = [
 ]
 
 
+def config_id(config):
+    return f"{config.block_m}x{config.block_n}x{config.block_k}"
+
+
 def whole_numbers(*shape, seed=0):
     """-2...2: products and sums are exact in every dtype, so results are compared bit by bit."""
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
@@ -37,7 +41,7 @@ def product(input, weight, config, *, bias=None, linear_bias=None, output=None):
     return output
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 @pytest.mark.parametrize("M, N, K", [(1, 1, 1), (16, 32, 16), (17, 33, 19), (65, 40, 8), (3, 200, 50), (130, 72, 24)])
 def test_every_config_covers_every_size(config, M, N, K):
     input, weight = whole_numbers(M, K), whole_numbers(N, K, seed=1)

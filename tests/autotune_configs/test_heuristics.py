@@ -1,0 +1,64 @@
+"""Configs that no table holds: right for any problem and any architecture."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+
+from autotune_configs import heuristics
+from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
+from triton_kernels.device import SHARED_MEMORY
+from triton_kernels.group_norm import WIDEST_GROUP
+
+CPU = torch.device("cpu")
+sizes = st.integers(1, 64) | st.integers(1, 20000)
+
+
+@pytest.fixture(params=sorted(SHARED_MEMORY), ids=lambda arch: f"sm_{arch}")
+def arch(request, monkeypatch):
+    """As on a GPU of this architecture, of 100 multiprocessors."""
+    monkeypatch.setattr(heuristics, "architecture", lambda device: request.param)
+    monkeypatch.setattr(heuristics, "shared_memory_limit", lambda device: SHARED_MEMORY[request.param])
+    monkeypatch.setattr(heuristics, "multiprocessor_count", lambda device: 100)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@given(M=sizes, N=sizes, K=sizes, group_size=st.sampled_from([1, 2, 10, 16, 32, 48, 128, 256, 512, 8192]))
+@settings(max_examples=100, suppress_health_check=["function_scoped_fixture"])
+def test_linear_config_is_valid(arch, dtype, M, N, K, group_size):
+    config = heuristic_linear_config(dtype, M, N, K, group_size, CPU)
+    for size in (config.block_m, config.block_n, config.block_k, config.num_warps):
+        assert triton.next_power_of_2(size) == size
+    assert min(config.block_m, config.block_n, config.block_k) >= 16, "what tl.dot asks for"
+    assert config.shared_memory(dtype.itemsize) <= SHARED_MEMORY[arch]
+    if group_size <= WIDEST_TILE and triton.next_power_of_2(group_size) == group_size:
+        assert config.holds_groups_of(group_size)
+    assert config.block_m <= max(16, triton.next_power_of_2(M)), "rows that do not exist are not computed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_problems_get_more_and_smaller_tiles(arch, dtype):
+    def tiles(M, N):
+        config = heuristic_linear_config(dtype, M, N, 1024, 1, CPU)
+        return triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n), config
+
+    large, small = tiles(8192, 8192)[1], tiles(128, 512)[1]
+    assert small.block_m * small.block_n < large.block_m * large.block_n
+    assert tiles(1024, 1024)[0] >= 100
+
+
+@given(M=st.integers(0, 10**6), group_size=st.integers(1, WIDEST_GROUP), num_groups=st.integers(1, 4096))
+@settings(max_examples=300)
+def test_group_norm_config_is_valid(M, group_size, num_groups):
+    config = heuristic_group_norm_config(M, num_groups * group_size, group_size)
+    blocks = config.blocks(group_size)
+    assert blocks["BLOCK_GROUP"] >= group_size
+    for size in (*blocks.values(), config.num_warps):
+        assert size >= 1 and triton.next_power_of_2(size) == size
+    # All of a tile's values, of which the backward pass keeps several, lie in registers.
+    assert blocks["BLOCK_M"] * blocks["BLOCK_G"] * blocks["BLOCK_GROUP"] <= 8192
+    assert config.rows_per_program % config.block_m == 0 and config.rows_per_program >= 1
+    chunks = triton.cdiv(M, config.rows_per_program)
+    assert chunks <= 65535

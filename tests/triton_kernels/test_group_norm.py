@@ -1,0 +1,54 @@
+"""Group norm in registers: tiles of every shape, functions before and after it, and its column sums."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from triton_kernels.group_norm import GroupNormConfig, column_tiles, group_norm, group_norm_backward
+from triton_kernels.pointwise import HARDTANH, HARDTANH_MISH, IDENTITY
+
+CONFIGS = [GroupNormConfig(1, 1, 2), GroupNormConfig(4, 32, 8), GroupNormConfig(2, 256, 64, num_warps=4)]
+POINTWISE = {
+    "alone": (IDENTITY, IDENTITY, lambda z, norm: norm(z)),
+    "mish before": (HARDTANH_MISH, IDENTITY, lambda z, norm: norm(F.mish(F.hardtanh(z, -0.75, 1.5)))),
+    "hardtanh after": (IDENTITY, HARDTANH, lambda z, norm: F.hardtanh(norm(z), -0.75, 1.5)),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("config", CONFIGS, ids=["smallest", "middle", "wide"])
+@pytest.mark.parametrize("rows, num_groups, group_size", [(1, 1, 7), (9, 3, 10), (21, 2, 16), (5, 3, 100)])
+def test_against_autograd(rows, num_groups, group_size, config, name):
+    generator = torch.Generator().manual_seed(rows)
+    channels = num_groups * group_size
+    z, gradient = torch.randn(2, rows, channels, generator=generator)
+    weight, bias = torch.randn(2, channels, generator=generator)
+    activation, final, function = POINTWISE[name]
+    leaves = [tensor.double().requires_grad_() for tensor in (z, weight, bias)]
+    expected = function(leaves[0], lambda value: torch.group_norm(value, num_groups, leaves[1], leaves[2]))
+    expected_gradients = torch.autograd.grad(expected, leaves, gradient.double())
+
+    options = {"activation": activation, "final": final, "bounds": (-0.75, 1.5)}
+    output, input_gradient = torch.full_like(z, torch.nan), torch.full_like(z, torch.nan)
+    group_norm(z, num_groups, weight, bias, 1e-5, config, output=output, **options)
+    sums = group_norm_backward(
+        gradient, z, num_groups, weight, bias, 1e-5, config, input_gradient=input_gradient, **options
+    )
+    results = (output, input_gradient, sums[0], sums[1], sums[2])
+    truths = (expected, expected_gradients[0], expected_gradients[0].sum(0), *expected_gradients[1:])
+    for result, truth in zip(results, truths, strict=True):
+        torch.testing.assert_close(result.double(), truth.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_cover_all_groups():
+    assert column_tiles(8192, 32, GroupNormConfig(4, 256, 8)) == 32
+    assert column_tiles(90, 10, GroupNormConfig(4, 64, 8)) == 3  # a group of 10 takes 16 columns of the tile
+    assert column_tiles(3000, 1000, GroupNormConfig(4, 64, 8)) == 3  # never less than a group
+
+
+def test_no_rows():
+    config, empty = CONFIGS[1], torch.empty(0, 20)
+    group_norm(empty, 4, None, None, 1e-5, config, output=empty)
+    assert torch.equal(
+        group_norm_backward(empty, empty, 4, None, None, 1e-5, config, input_gradient=empty), torch.zeros(3, 20)
+    )

@@ -1,0 +1,48 @@
+"""The repaired interpreter computes as a GPU does: else the other tests would measure Triton's interpreter."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.device import INTERPRETED
+
+
+@triton.jit
+def _round_kernel(values, rounded, back, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(rounded + places, tl.load(values + places).to(rounded.dtype.element_ty))
+    tl.store(back + places, tl.load(rounded + places).to(tl.float32))
+
+
+@triton.jit
+def _sum_kernel(values, over_rows, over_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    tile = tl.load(values + rows[:, None] * COLUMNS + columns[None, :])
+    tl.store(over_rows + columns, tl.sum(tile, 0))
+    tl.store(over_columns + rows, tl.sum(tile, 1))
+
+
+def test_these_tests_run_in_it():
+    assert INTERPRETED
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding(dtype):
+    """To the nearest, ties to even; subnormal numbers, infinities and NaN included; and back without loss."""
+    bits = torch.randint(-(2**31), 2**31, (2**15,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    ties = torch.tensor([1.00390625, 1.01171875, -1.00390625, 1.0 + 2.0**-11, 3.3895e38, 65520.0, 1e-40, 9e-8, 0.0])
+    values = torch.cat([bits.view(torch.float32), ties.repeat(2**15 // 9 + 1)[: 2**15]])
+    rounded, back = torch.empty(2**16, dtype=dtype), torch.empty(2**16)
+    _round_kernel[(1,)](values, rounded, back, SIZE=2**16)
+    torch.testing.assert_close(rounded, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back, rounded.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_are_trees():
+    """A tree of 4096 values is wrong by some 1e-7 of their size, one after the other by twenty times that."""
+    values = torch.rand(4096, 64, generator=torch.Generator().manual_seed(0)) + 0.5
+    over_rows, over_columns = torch.empty(64), torch.empty(4096)
+    _sum_kernel[(1,)](values, over_rows, over_columns, ROWS=4096, COLUMNS=64)
+    for result, exact in ((over_rows, values.double().sum(0)), (over_columns, values.double().sum(1))):
+        assert (result - exact).norm() <= 1.5e-7 * exact.norm()

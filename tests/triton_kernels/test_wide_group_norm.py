@@ -1,0 +1,74 @@
+"""Statistics merged from blocks, and what is done with them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from triton_kernels.pointwise import HARDTANH, IDENTITY
+from triton_kernels.wide_group_norm import group_statistics, wide_group_norm, wide_group_norm_backward
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -3e6])
+@pytest.mark.parametrize("width", [1, 100, 4096, 4097, 3 * 4096 + 5])
+def test_merged_statistics(width, offset):
+    """Blocks of 4096, the last one shorter. Means are rounded to float32; the deviation (1) may be as wrong as they are.
+
+    E[x^2] - E[x]^2 would be wrong by the rounding of the square.
+    """
+    values = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(width)) + offset
+    mean, rstd = group_statistics(values, 3, 1e-5)
+    exact = values.double().view(6, width)
+    torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=1e-6)
+    rounding = torch.finfo(torch.float32).eps / 2 * abs(offset)
+    expected_rstd = (exact.var(1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=2e-6 + rounding, atol=0)
+
+
+def test_means_that_differ_between_blocks():
+    """Nearly all of the variance is that of the blocks' means."""
+    values = torch.arange(3 * 4096 + 100).div(4096, rounding_mode="floor").float().view(1, 1, -1) * 100
+    mean, rstd = group_statistics(values, 1, 1e-5)
+    exact = values.double().flatten()
+    torch.testing.assert_close(mean[0].double(), exact.mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd[0].double(), (exact.var(correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [0.1, 12345.678])
+def test_constant_groups(value):
+    """They stay their norm's bias: 1/sqrt(eps) = 316 must have nothing to multiply."""
+    values = torch.full((1, 3, 5000), value)
+    output = torch.empty_like(values)
+    wide_group_norm(values, 1, None, None, 1e-5, output=output)
+    assert (output.abs() <= 316 * value * torch.finfo(torch.float32).eps / 2).all()
+
+
+@pytest.mark.parametrize("hardtanh", [False, True])
+@pytest.mark.parametrize(
+    "samples, num_groups, group_size, pixels", [(2, 3, 5, 7), (1, 1, 3, 2000), (3, 2, 1, 5000), (2, 2, 5000, 1)]
+)
+def test_against_autograd(samples, num_groups, group_size, pixels, hardtanh):
+    generator = torch.Generator().manual_seed(pixels)
+    channels = num_groups * group_size
+    values, gradient = torch.randn(2, samples, channels, pixels, generator=generator)
+    weight, bias = torch.randn(2, channels, generator=generator)
+    leaves = [tensor.double().requires_grad_() for tensor in (values, weight, bias)]
+    expected = torch.group_norm(leaves[0], num_groups, leaves[1], leaves[2])
+    expected = F.hardtanh(expected, -0.75, 1.5) if hardtanh else expected
+    expected_gradients = torch.autograd.grad(expected, leaves, gradient.double())
+
+    options = {"final": HARDTANH if hardtanh else IDENTITY, "bounds": (-0.75, 1.5)}
+    output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
+    wide_group_norm(values, num_groups, weight, bias, 1e-5, output=output, **options)
+    sums = wide_group_norm_backward(
+        gradient, values, num_groups, weight, bias, 1e-5, input_gradient=input_gradient, **options
+    )
+    truths = (expected, *expected_gradients)
+    for result, truth in zip((output, input_gradient, *sums), truths, strict=True):
+        torch.testing.assert_close(result.double(), truth.detach(), rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_to_do():
+    empty = torch.empty(2, 6, 0)
+    wide_group_norm(empty, 3, None, None, 1e-5, output=empty)
+    sums = wide_group_norm_backward(empty, empty, 3, None, None, 1e-5, input_gradient=empty)
+    assert torch.equal(sums, torch.zeros(2, 6))
