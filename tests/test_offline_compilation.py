@@ -121,11 +121,12 @@ def heuristic_gemms():
         yield Gemm("bias", dtype, 16, 8192, 8192)
         yield Gemm("bias", dtype, 1024, 8191, 77)  # nothing is aligned: pointers load and store
         for kernel in NORMALISING:
-            for group_size in (16, 32, 256):
+            # L30's epilogue is L94's without its functions before the norm: the widest groups stand for the others.
+            for group_size in (256,) if kernel == "group_norm_hardtanh" else (16, 32, 256):
                 yield Gemm(kernel, dtype, 1024, 8192, 8192, group_size)
                 yield Gemm(kernel, dtype, 1024, 8192, 8192, group_size, saved=True)
-            for group_size in (32, 256):
-                yield Gemm(kernel, dtype, 16, 8192, 8192, group_size, saved=True)
+            yield Gemm(kernel, dtype, 16, 8192, 8192, 256, saved=True)
+            for group_size in (256,) if kernel == "group_norm_hardtanh" else (32, 256):
                 yield Gemm(kernel, dtype, 1024, 8192, 77, group_size, saved=True)
 
 
@@ -154,22 +155,21 @@ def test_heuristics(gemm, arch):
     check(gemm, arch)
 
 
-def group_norm_launches(dtype, M, C, group_size):
-    """Each combination of functions that a chain or block runs, at one group size."""
+def group_norm_launches(dtype, M, C, group_size, *functions):
+    """A norm with each of these functions around it, forward and backward, and one that ends in the row minimum."""
     config = heuristic_group_norm_config(M, C, group_size)
     num_groups = C // group_size
     matrix = torch.empty(M, C, dtype=dtype, device=META)
     vector = torch.empty(C, dtype=dtype, device=META)
-    bounds = {"bounds": (-1.0, 1.0)}
-    for functions in ({"activation": HARDTANH_MISH}, {"final": HARDTANH}, {}):
-        arguments = (matrix, num_groups, vector, vector, 1e-5, config)
-        group_norm.group_norm(*arguments, output=matrix, **functions, **bounds)
-        group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, **functions, **bounds)
+    arguments = (matrix, num_groups, vector, vector, 1e-5, config)
+    for options in functions:
+        options = {**options, "bounds": (-1.0, 1.0)}
+        group_norm.group_norm(*arguments, output=matrix, **options)
+        group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, **options)
     tiles = group_norm.column_tiles(C, group_size, config)
     for save in (False, True):
         keys, saved = row_minimum.empty_tile_minimum(tiles, M, group_size, META, save)
-        finish = {"finish": group_norm.finish_row_minimum}
-        group_norm.group_norm(matrix, num_groups, vector, vector, 1e-5, config, output=keys, saved=saved, **finish)
+        group_norm.group_norm(*arguments, output=keys, saved=saved, finish=group_norm.finish_row_minimum)
 
 
 def wide_group_norm_launches(dtype):
@@ -193,8 +193,7 @@ def pointwise_launches(dtype):
 
 def row_minimum_launches(dtype, group_size):
     """What follows the minima of the tiles, forward and backward, of L75 at 1024 x 8192 x 8192."""
-    M = N = K = 8192
-    M //= 8
+    M, N, K = 1024, 8192, 8192
     vector, input, weight = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((N,), (M, K), (N, K)))
     for save in (False, True):
         keys, tile_saved = row_minimum.empty_tile_minimum(32, M, group_size, META, save)
@@ -209,25 +208,25 @@ def row_minimum_launches(dtype, group_size):
     row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight)
 
 
-#: Of the other kernels: launches, and by kernel the bytes that a thread may spill.
+PLAIN, BEFORE, AFTER = {}, {"activation": HARDTANH_MISH}, {"final": HARDTANH}
+
 OTHERS = {
-    "group_norm-groups10": (lambda dtype: group_norm_launches(dtype, 1000, 8190, 10), {}),
-    "group_norm-groups32": (lambda dtype: group_norm_launches(dtype, 1024, 8192, 32), {}),
-    "group_norm-groups512": (lambda dtype: group_norm_launches(dtype, 1024, 8192, 512), {}),
-    "group_norm-groups8192": (lambda dtype: group_norm_launches(dtype, 1024, 8192, 8192), {}),
-    "wide_group_norm": (wide_group_norm_launches, {}),
-    "pointwise": (pointwise_launches, {}),
-    "row_minimum-groups16": (lambda dtype: row_minimum_launches(dtype, 16), {}),
-    "row_minimum-groups128": (lambda dtype: row_minimum_launches(dtype, 128), {}),
+    "groups10": lambda dtype: group_norm_launches(dtype, 1000, 8190, 10, PLAIN, BEFORE, AFTER),
+    "groups32": lambda dtype: group_norm_launches(dtype, 1024, 8192, 32, BEFORE),
+    "groups512": lambda dtype: group_norm_launches(dtype, 1024, 8192, 512, AFTER),
+    "groups8192": lambda dtype: group_norm_launches(dtype, 1024, 8192, 8192, BEFORE),
+    "wide-groups": wide_group_norm_launches,
+    "pointwise": pointwise_launches,
+    "minimum16": lambda dtype: row_minimum_launches(dtype, 16),
+    "minimum128": lambda dtype: row_minimum_launches(dtype, 128),
 }
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_kernels(name, dtype, arch):
-    launches, allowed_spill = OTHERS[name]
-    kernels = compile_launches(lambda: launches(dtype), arch)
-    assert kernels and all(kernel.fits for kernel in kernels)
-    spilled = {kernel.name: kernel.spilled_bytes for kernel in kernels}
-    assert all(spilled[kernel] <= allowed_spill.get(kernel, 0) for kernel in spilled), spilled
+def test_other_kernels(name, arch):
+    """They load and then compute in float32, whatever the dtype; the products of the row minimum's backward do not."""
+    for dtype in DTYPES if name.startswith("minimum") else DTYPES[:1]:
+        kernels = compile_launches(lambda dtype=dtype: OTHERS[name](dtype), arch)
+        assert kernels and all(kernel.fits for kernel in kernels)
+        assert not {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}

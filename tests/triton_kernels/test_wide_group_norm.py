@@ -11,7 +11,7 @@ from triton_kernels.wide_group_norm import group_statistics, wide_group_norm, wi
 @pytest.mark.parametrize("offset", [0.0, 1e4, -3e6])
 @pytest.mark.parametrize("width", [1, 100, 4096, 4097, 3 * 4096 + 5])
 def test_merged_statistics(width, offset):
-    """Blocks of 4096, the last one shorter. Means are rounded to float32; the deviation (1) may be as wrong as they are.
+    """Blocks of 4096, the last one shorter. Means are rounded to float32; the deviation (1) may be as wrong.
 
     E[x^2] - E[x]^2 would be wrong by the rounding of the square.
     """
