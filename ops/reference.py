@@ -21,7 +21,7 @@ def bias_hardtanh_mish(
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """torch.nn.functional.group_norm, of empty batches too.
+    """torch.nn.functional.group_norm, of empty batches and of one sample with groups of one value too, which it refuses.
 
     Its backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is passed.
     """
@@ -31,7 +31,7 @@ def group_norm(
         shape = (1, -1) + (1,) * (input.ndim - 2)
         scaled = input if weight is None else input * weight.view(shape)
         return scaled if bias is None else scaled + bias.view(shape)
-    return F.group_norm(input, num_groups, weight, bias, eps)
+    return torch.group_norm(input, num_groups, weight, bias, eps)
 
 
 def group_norm_hardtanh(
