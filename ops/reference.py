@@ -21,7 +21,7 @@ def bias_hardtanh_mish(
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """torch.nn.functional.group_norm, of empty batches and of one sample with groups of one value too, which it refuses.
+    """torch.nn.functional.group_norm, of empty batches too, and of one sample with groups of one value.
 
     Its backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is passed.
     """
