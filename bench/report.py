@@ -1,5 +1,6 @@
 """What comes out: rows as data, written to a file as they come, and a table to read."""
 
+import errno
 import json
 import os
 import statistics
@@ -92,6 +93,8 @@ def header(device: torch.device) -> dict:
 def write_json(path: Path, header: dict, rows: list[dict]) -> None:
     """Replace the file in one step: a reader, or an interruption, never meets half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
     os.replace(partial, path)

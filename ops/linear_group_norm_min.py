@@ -16,6 +16,8 @@ from triton_kernels.linear import linear as launch_linear
 #: Below this many groups, or above this width, the gradient at the GEMM's output is dense enough for dense products.
 _FEWEST_SPARSE_GROUPS = 16
 _WIDEST_SPARSE_GROUP = 128
+#: In wider groups, keeping the winner's group takes more shared memory than a block of the product's kernel has left.
+WIDEST_FUSED_GROUP = 64
 
 
 def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, eps, training):
@@ -24,7 +26,7 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     config = linear_config("group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
-    if fuses_into_product(config, group_size, input):
+    if group_size <= WIDEST_FUSED_GROUP and fuses_into_product(config, group_size, input):
         tiles = -(-N // config.epilogue_columns)
         keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
         launch_linear(

@@ -10,8 +10,9 @@ from importlib import resources
 import pytest
 import torch
 
-from autotune_configs.heuristics import heuristic_group_norm_config, heuristic_linear_config
+from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
 from autotune_configs.offline import compile_launches
+from ops.linear_group_norm_min import WIDEST_FUSED_GROUP
 from ops.precision import FLOAT32_INPUT_PRECISION
 from triton_kernels import (
     bias_pointwise,
@@ -41,6 +42,8 @@ EPILOGUES = {
     "group_norm_row_minimum": epilogues.group_norm_row_minimum_epilogue,
 }
 NORMALISING = tuple(EPILOGUES)[1:]
+#: Of Ampere and later, Hopper, and Blackwell's data center GPUs.
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 #: The fewest rows that Hopper's wgmma takes.
 FEWEST_WGMMA_ROWS = 64
 
@@ -92,9 +95,12 @@ class Gemm:
     def allowed_spill(self, arch: int) -> int:
         """Bytes a thread may spill. All of this is in the epilogue: once a tile, outside the loop over K."""
         if self.kernel == "group_norm_row_minimum" and self.saved:
-            # Keys, columns and normalised values of a whole tile are alive at once. The next smaller tiles spill
-            # nothing, but multiply for longer than the spills take (L75's training step, H200).
+            # Keys, columns and normalised values of a whole tile are alive at once. With these spills the tile takes
+            # 1.08 of the bare product's time, the smaller tiles tried 1.2 and more (bfloat16, H200).
             return 512
+        if arch == 90 and self.dtype.itemsize == 2 and self.kernel == "hardtanh_mish_group_norm" and self.saved:
+            # Ten registers; the smaller tiles multiply for a tenth longer (H200).
+            return 40
         if arch == 100 and self.dtype.itemsize == 2 and self.kernel != "bias":
             # The same tiles as on Hopper, where they spill less; no GPU of this kind has been measured.
             return 192
@@ -121,12 +127,13 @@ def heuristic_gemms():
         yield Gemm("bias", dtype, 16, 8192, 8192)
         yield Gemm("bias", dtype, 1024, 8191, 77)  # nothing is aligned: pointers load and store
         for kernel in NORMALISING:
+            widest = WIDEST_FUSED_GROUP if kernel == "group_norm_row_minimum" else WIDEST_TILE
             # L30's epilogue is L94's without its functions before the norm: the widest groups stand for the others.
-            for group_size in (256,) if kernel == "group_norm_hardtanh" else (16, 32, 256):
+            for group_size in (widest,) if kernel == "group_norm_hardtanh" else (16, 32, widest):
                 yield Gemm(kernel, dtype, 1024, 8192, 8192, group_size)
                 yield Gemm(kernel, dtype, 1024, 8192, 8192, group_size, saved=True)
-            yield Gemm(kernel, dtype, 16, 8192, 8192, 256, saved=True)
-            for group_size in (256,) if kernel == "group_norm_hardtanh" else (32, 256):
+            yield Gemm(kernel, dtype, 16, 8192, 8192, widest, saved=True)
+            for group_size in (widest,) if kernel == "group_norm_hardtanh" else (32, widest):
                 yield Gemm(kernel, dtype, 1024, 8192, 77, group_size, saved=True)
 
 
@@ -140,6 +147,8 @@ def check(gemm: Gemm, arch: int) -> None:
     (compiled,) = compile_launches(launch, arch)
     assert compiled.fits, f"{compiled.shared_memory} bytes of shared memory"
     assert compiled.spilled_bytes <= gemm.allowed_spill(arch), f"{compiled.registers} registers"
+    # Triton may answer a tile that it cannot do with a kernel that does nothing.
+    assert any(instruction in compiled.ptx for instruction in MATRIX_INSTRUCTIONS), f"{configs[0]} multiplies nothing"
     if arch == 90 and configs[0].block_m >= FEWEST_WGMMA_ROWS:
         assert "wgmma" in compiled.ptx
 
@@ -208,13 +217,14 @@ def row_minimum_launches(dtype, group_size):
     row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight)
 
 
+WIDEST = "groups8192"
 PLAIN, BEFORE, AFTER = {}, {"activation": HARDTANH_MISH}, {"final": HARDTANH}
 
 OTHERS = {
     "groups10": lambda dtype: group_norm_launches(dtype, 1000, 8190, 10, PLAIN, BEFORE, AFTER),
     "groups32": lambda dtype: group_norm_launches(dtype, 1024, 8192, 32, BEFORE),
     "groups512": lambda dtype: group_norm_launches(dtype, 1024, 8192, 512, AFTER),
-    "groups8192": lambda dtype: group_norm_launches(dtype, 1024, 8192, 8192, BEFORE),
+    WIDEST: lambda dtype: group_norm_launches(dtype, 1024, 8192, 8192, BEFORE),
     "wide-groups": wide_group_norm_launches,
     "pointwise": pointwise_launches,
     "minimum16": lambda dtype: row_minimum_launches(dtype, 16),
@@ -229,4 +239,7 @@ def test_other_kernels(name, arch):
     for dtype in DTYPES if name.startswith("minimum") else DTYPES[:1]:
         kernels = compile_launches(lambda dtype=dtype: OTHERS[name](dtype), arch)
         assert kernels and all(kernel.fits for kernel in kernels)
-        assert not {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
+        for kernel in kernels:
+            # 16 elements of eight matrices a thread, for which 512 threads leave 128 registers: a little too few.
+            allowed = 128 if name == WIDEST and kernel.name == "group_norm_backward_kernel" else 0
+            assert kernel.spilled_bytes <= allowed, (kernel.name, kernel.registers)

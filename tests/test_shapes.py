@@ -44,7 +44,7 @@ def problems(draw):
 @by_dtype
 @by_chain
 @given(data=st.data(), problem=problems(), seed=st.integers(0, 2**16))
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_any_sizes(chain, dtype, problem, seed, data):
     absent = data.draw(st.sets(st.sampled_from(chain.vectors)), label="absent")
     check(chain, make_arguments(chain, problem, dtype, absent=tuple(absent), seed=seed))

@@ -94,4 +94,5 @@ def group_norm_row_minimum_epilogue(
     inside = tl.reshape(tl.arange(0, BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
     y = tl.reshape(y, normalized.shape)
     tile = column // BLOCK_N
+    row = tl.where(column < N, row, M)  # a strip past the last column has no tile to store
     store_row_minimum(y, normalized, rstd, inside, row, column // GROUP_SIZE, tile, M, output, saved, GROUP_SIZE)
