@@ -16,8 +16,8 @@ WIDEST_TILE = 256
 
 
 #: (block_m, block_n, block_k, num_warps) by element size, the best first. For tensor cores that read shared memory
-#: (Hopper's wgmma, Blackwell's tcgen05) fed by tensor descriptors, measured on the H200. 64 x 256 in float32 is not one:
-#: triton 3.7.1 compiles it to a bare trap for sm_100 ...
+#: (Hopper's wgmma, Blackwell's tcgen05) fed by tensor descriptors, measured on the H200. 64 x 256 is not one for
+#: float32: triton 3.7.1 compiles it to a bare trap for sm_100 ...
 _SHARED_MEMORY_TILES = {
     2: ((128, 256, 64, 8), (128, 128, 64, 8), (64, 256, 32, 8), (64, 128, 64, 8), (64, 64, 64, 4), (64, 32, 64, 4)),
     4: ((128, 128, 32, 8), (32, 256, 16, 8), (64, 128, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)),
