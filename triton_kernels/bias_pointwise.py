@@ -6,6 +6,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import grid_of, second_place
 from triton_kernels.pointwise import Pointwise
 
 _BLOCK_M = 16
@@ -28,7 +29,7 @@ def bias_pointwise_kernel(
 ):
     """output = FUNCTION(input + bias)"""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (rows < M)[:, None] & (columns < C)[None, :]
     offsets = rows.to(tl.int64)[:, None] * C + columns[None, :]
     z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -55,7 +56,7 @@ def bias_pointwise_backward_kernel(
 ):
     """input_gradient = GRADIENT(output_gradient, input + bias), and its column sums on the way."""
     chunk = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     shift = tl.zeros((BLOCK_C,), tl.float32)
     if bias is not None:
@@ -86,7 +87,7 @@ def bias_pointwise(
     if M == 0 or C == 0:
         return
     with on_device_of(input):
-        bias_pointwise_kernel[(triton.cdiv(M, _BLOCK_M), triton.cdiv(C, _BLOCK_C))](
+        bias_pointwise_kernel[grid_of(triton.cdiv(M, _BLOCK_M), triton.cdiv(C, _BLOCK_C))](
             input, bias, output, M, C, *bounds, FUNCTION=pointwise.function, BLOCK_M=_BLOCK_M, BLOCK_C=_BLOCK_C
         )
 
@@ -107,7 +108,7 @@ def bias_pointwise_backward(
     chunks = triton.cdiv(M, _ROWS_PER_PROGRAM)
     partials = torch.empty(1, chunks, C, dtype=torch.float32, device=input.device)
     with on_device_of(input):
-        bias_pointwise_backward_kernel[(chunks, triton.cdiv(C, _BLOCK_C))](
+        bias_pointwise_backward_kernel[grid_of(chunks, triton.cdiv(C, _BLOCK_C))](
             output_gradient,
             input,
             bias,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import grid_of, second_place
 from triton_kernels.group_statistics import normalize_groups
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.row_minimum import store_row_minimum
@@ -110,13 +111,14 @@ def group_norm_kernel(
 ):
     """FINISH(FINAL(group_norm(ACTIVATION(input))))"""
     row = tl.program_id(0) * BLOCK_M
-    tile = tl.program_id(1)
+    tile = second_place()
     group = tile * BLOCK_G
     columns, real, offsets, inside = place_tile(row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP)
     weight, shift = load_affine(norm_weight, norm_bias, columns, real)
     z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
     normalized, rstd = normalize_groups(ACTIVATION(z, min_val, max_val), real, eps, GROUP_SIZE)
     y = FINAL(normalized * weight + shift, min_val, max_val)
+    row = tl.where(group < num_groups, row, M)  # past the last group there is no tile to store
     FINISH(y, normalized, rstd, real, offsets, inside, (row, group, tile, M), output, saved, GROUP_SIZE)
 
 
@@ -148,7 +150,7 @@ def group_norm_backward_kernel(
     da = rstd * (g - mean(g) - x * mean(g * x)), the means over each group.
     """
     chunk = tl.program_id(0)
-    group = tl.program_id(1) * BLOCK_G
+    group = second_place() * BLOCK_G
     input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
     weight_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
     shift_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
@@ -210,7 +212,7 @@ def group_norm(
         return
     group_size = C // num_groups
     with on_device_of(input):
-        group_norm_kernel[(triton.cdiv(M, config.block_m), column_tiles(C, group_size, config))](
+        group_norm_kernel[grid_of(triton.cdiv(M, config.block_m), column_tiles(C, group_size, config))](
             input,
             norm_weight,
             norm_bias,
@@ -255,7 +257,7 @@ def group_norm_backward(
     chunks = triton.cdiv(M, config.rows_per_program)
     partials = torch.empty(3, chunks, C, dtype=torch.float32, device=input.device)
     with on_device_of(input):
-        group_norm_backward_kernel[(chunks, column_tiles(C, group_size, config))](
+        group_norm_backward_kernel[grid_of(chunks, column_tiles(C, group_size, config))](
             output_gradient,
             input,
             norm_weight,

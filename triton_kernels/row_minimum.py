@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import grid_of, second_place
 
 _NO_COLUMN = tl.constexpr(2147483647)
 
@@ -103,7 +104,7 @@ def finish_kernel(
             block_tile = tl.min(tl.where(found, tile[:, None], _NO_COLUMN), 0)
             winning_tile = tl.where((block_least < least) | (first == 0), block_tile, winning_tile)
         least = tl.minimum(least, block_least)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
     column_inside = columns < C
     result = tl.expand_dims(key_value(least), 0)
     if bias is not None:
@@ -115,7 +116,7 @@ def finish_kernel(
         mask=column_inside[:, None] & row_inside[None, :],
     )
     if winner is not None:
-        if tl.program_id(1) == 0:
+        if second_place() == 0:
             tile_column, tile_rstd, tile_normalized = tile_saved
             winner_column, winner_rstd, winner_normalized = winner
             offset = winning_tile.to(tl.int64) * M + rows
@@ -153,7 +154,7 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128
     with on_device_of(keys):
-        finish_kernel[(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+        finish_kernel[grid_of(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
             keys,
             tile_saved,
             bias,

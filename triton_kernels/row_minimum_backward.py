@@ -11,6 +11,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import INTERPRETED, on_device_of
+from triton_kernels.grid import grid_of, second_place
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
@@ -36,11 +37,13 @@ def output_gradient_kernel(
     In float64, which the memory traffic hides: a minimum's gradient is one long sum, and its error is everybody's.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column_block = second_place()
+    columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (columns < C)[:, None] & (rows < M)[None, :]
     source = columns.to(tl.int64)[:, None] * column_stride + rows.to(tl.int64)[None, :] * row_stride
     values = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float64)
-    tl.store(row_partials + tl.program_id(1).to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
+    row_inside = (rows < M) & (column_block * BLOCK_C < C)
+    tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=row_inside)
     tl.store(column_partials + tl.program_id(0).to(tl.int64) * C + columns, tl.sum(values, 1), mask=columns < C)
 
 
@@ -96,7 +99,7 @@ def input_gradient_kernel(
     """output[m] = z_gradient[m] @ weight[the winner's group of m]: GROUP_SIZE rows of the weight, nothing else."""
     row = tl.load(order + tl.program_id(0)).to(tl.int64)
     first = tl.load(column + row) // GROUP_SIZE * GROUP_SIZE
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = second_place() * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_K,), tl.float32)
     for member in range(GROUP_SIZE):
         coefficient = tl.load(z_gradient + row * GROUP_SIZE + member)
@@ -177,7 +180,7 @@ def weight_gradient_kernel(
     """
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = second_place() * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_GROUP, BLOCK_K), tl.float32)
     end = tl.load(offsets + group + 1)
     for first in range(tl.load(offsets + group), end, BLOCK_M):
@@ -250,7 +253,7 @@ def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, t
     if M == 0:
         return torch.zeros(M, **options), torch.zeros(C, **options)
     with on_device_of(output_gradient):
-        output_gradient_kernel[(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+        output_gradient_kernel[grid_of(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
             output_gradient,
             *output_gradient.stride(),
             row_partials,
@@ -313,7 +316,7 @@ def input_gradient(z_gradient, column, order, weight, output) -> None:
         return
     block_k = min(1024, triton.next_power_of_2(K))
     with on_device_of(output):
-        input_gradient_kernel[(M, triton.cdiv(K, block_k))](
+        input_gradient_kernel[grid_of(M, triton.cdiv(K, block_k))](
             z_gradient,
             column,
             order,
@@ -335,7 +338,7 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     block_group = max(16, triton.next_power_of_2(group_size))
     block_k = max(16, min(4096 // block_group, triton.next_power_of_2(K)))
     with on_device_of(output):
-        weight_gradient_kernel[(N // group_size, triton.cdiv(K, block_k))](
+        weight_gradient_kernel[grid_of(N // group_size, triton.cdiv(K, block_k))](
             z_gradient,
             order,
             offsets,

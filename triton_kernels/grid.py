@@ -1,0 +1,21 @@
+"""Grids of two axes, the second along y and z: CUDA takes 2**31 - 1 programs along x, but only 65535 along y or z."""
+
+import triton
+import triton.language as tl
+
+_MOST_ALONG_Y = 65535
+
+
+def grid_of(first: int, second: int) -> tuple[int, int, int]:
+    """The grid of ``first`` x ``second`` programs; where y does not take the second axis, a few more lie past its end.
+
+    A kernel masks what those would do, as it does the end of its last block.
+    """
+    layers = max(1, triton.cdiv(second, _MOST_ALONG_Y))
+    return first, triton.cdiv(second, layers), layers
+
+
+@triton.jit
+def second_place():
+    """This program's place along the second axis of ``grid_of``."""
+    return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
