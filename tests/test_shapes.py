@@ -123,6 +123,17 @@ def test_no_rows(chain, training):
         assert torch.equal(results[name], torch.zeros_like(tensor)), name
 
 
+@pytest.mark.parametrize("groups, group_size", [(4, 8), (20, 8), (2, 300), (1, 8200)])
+def test_minimum_with_a_bias_of_no_channels(groups, group_size):
+    """An empty result, and gradients of zero."""
+    arguments = make_arguments(L75, Problem(5, 24, groups, group_size), torch.float32)
+    arguments["bias"] = torch.empty(1, 0, 1, 1)
+    results = run(L75.function, arguments, torch.empty(1, 0, 5, 1))
+    assert results["output"].shape == (1, 0, 5, 1)
+    for name, tensor in tensors_of(arguments).items():
+        assert torch.equal(results[name], torch.zeros_like(tensor)), name
+
+
 @pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
 def test_no_pixels(chain):
     arguments = make_arguments(chain, Problem(rows=3, depth=1, groups=2, group_size=4, pixels=(0, 5)), torch.float32)

@@ -153,8 +153,9 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
     block_group = triton.next_power_of_2(group_size)
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128
+    column_blocks = max(1, triton.cdiv(C, block_c))  # the first keeps the winner, even where the bias is empty
     with on_device_of(keys):
-        finish_kernel[grid_of(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+        finish_kernel[grid_of(triton.cdiv(M, block_m), column_blocks)](
             keys,
             tile_saved,
             bias,

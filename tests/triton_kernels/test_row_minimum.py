@@ -137,6 +137,18 @@ def test_finish_over_many_tiles(tiles, rows):
         assert torch.equal(kept, mine[first, every])
 
 
+def test_no_channels():
+    """A bias of no channels leaves no result, but the winner is kept all the same."""
+    keys, saved = row_minimum.empty_tile_minimum(2, 3, 4, CPU, save=True)
+    for memory in (keys, *saved):
+        memory.fill_(5)
+    output, winner = torch.empty(0, 3), row_minimum.empty_winner(3, 4, CPU)
+    for memory in winner:
+        memory.fill_(-1)
+    row_minimum.finish(keys, saved, torch.empty(0), output, winner, 4)
+    assert all((memory == 5).all() for memory in winner)
+
+
 def test_no_rows():
     keys, saved = row_minimum.empty_tile_minimum(2, 0, 4, CPU, save=True)
     row_minimum.finish(keys, saved, None, torch.empty(1, 0), row_minimum.empty_winner(0, 4, CPU), 4)
