@@ -59,9 +59,9 @@ def load_descriptor_transposed(
 def load_pointers(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr):
     """The same through pointers, at any strides and alignment. ``operand``: (pointer, row stride, depth stride)."""
     pointer, row_stride, depth_stride = operand
-    rows = tl.arange(0, BLOCK_ROWS)
-    depths = tl.arange(0, BLOCK_DEPTH)
-    # The tile's corner is an int64 offset; within a tile int32 is enough (triton passes larger strides as int64).
+    # int64 within the tile too: a few rows of a stride that fits int32 may lie further apart than int32 counts.
+    rows = tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     corner = pointer + row.to(tl.int64) * row_stride + tl.cast(depth, tl.int64) * depth_stride
     inside = (rows < row_count - row)[:, None] & (depths < depth_count - depth)[None, :]
     return tl.load(corner + rows[:, None] * row_stride + depths[None, :] * depth_stride, mask=inside, other=0.0)
@@ -82,7 +82,7 @@ def store_pointers(target, place, tile):
     columns = tl.arange(0, tile.shape[1])
     inside = (rows < M - row)[:, None] & (columns < N - column)[None, :]
     corner = target + row.to(tl.int64) * N + column
-    tl.store(corner + rows[:, None] * N + columns[None, :], tile.to(target.dtype.element_ty), mask=inside)
+    tl.store(corner + rows.to(tl.int64)[:, None] * N + columns[None, :], tile.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit

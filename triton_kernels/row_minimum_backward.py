@@ -240,7 +240,7 @@ def column_gradients_kernel(
     member_inside = members < GROUP_SIZE
     tl.store(target, bias_sum, mask=member_inside)
     tl.store(target + N, norm_weight_sum, mask=member_inside)
-    tl.store(target + 2 * N, norm_bias_sum, mask=member_inside)
+    tl.store(target + N + N, norm_bias_sum, mask=member_inside)  # 2 * N may not fit int32
 
 
 def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from tests.chains import LAYOUTS, with_layout
 from triton_kernels import linear as module
@@ -66,6 +68,33 @@ def test_layouts(input_layout, weight_layout):
     input = with_layout(whole_numbers(24, 40), input_layout)
     weight = with_layout(whole_numbers(32, 40, seed=1), weight_layout)
     assert torch.equal(product(input, weight, CONFIGS[0]), input @ weight.T)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides_of_which_a_few_exceed_int32(transposed):
+    """Four gigabytes that the system hands out a page at a time, and of which few are touched."""
+    stride = 2**30 + 1
+    far = torch.empty(2 * stride + 40, dtype=torch.bfloat16).as_strided((3, 17), (stride, 1))
+    far.copy_(whole_numbers(3, 17))
+    far = far.T if transposed else far
+    other = whole_numbers(16, far.shape[1], seed=1).bfloat16()
+    assert _descriptors(far) is module.load_pointers
+    assert torch.equal(product(far, other, CONFIGS[0]), far @ other.T)
+    assert torch.equal(product(other, far, CONFIGS[0]), other @ far.T)
+
+
+@triton.jit
+def _store_kernel(output, N, VALUE: tl.constexpr):
+    place = tl.program_id(0), tl.program_id(0), 3, N
+    module.store_pointers(output, place, tl.full((4, 16), VALUE, tl.float32))
+
+
+def test_rows_of_an_output_of_which_a_few_exceed_int32():
+    N = 2**30 + 1
+    output = torch.empty(3, N, dtype=torch.int8)
+    output[:, :17] = 7
+    _store_kernel[(1,)](output, N, VALUE=3)
+    assert (output[:, :16] == 3).all() and (output[:, 16] == 7).all()
 
 
 def _descriptors(tensor):
