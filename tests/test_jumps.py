@@ -37,13 +37,18 @@ def test_equal_bounds_give_a_constant():
     assert not any(results[name].any() for name in ("input", "weight", "linear_bias", "norm_weight", "norm_bias"))
 
 
-def test_ties_of_zeros_of_both_signs():
-    """-0.0 and 0.0 are equal: PyTorch and ours may choose either, but only one."""
-    arguments = make_arguments(L75, Problem(4, 8, 4, 2), torch.float32, absent=("linear_bias",))
+@pytest.mark.parametrize("groups, group_size", [(4, 2), (100, 2), (3, 10)])
+def test_ties_of_zeros_of_both_signs(groups, group_size):
+    """-0.0 and 0.0 are equal: the first of either is the minimum."""
+    channels = groups * group_size
+    arguments = make_arguments(L75, Problem(4, 8, groups, group_size), torch.float32, absent=("linear_bias",))
     arguments["weight"] = torch.zeros_like(arguments["weight"])
-    arguments["norm_bias"] = torch.tensor([0.0, -0.0, 0.0, -0.0, 1.0, 0.0, -0.0, 2.0])
-    results = run(ops.linear_group_norm_min, arguments, torch.ones(1, 8, 4, 1))
-    assert results["norm_bias"].count_nonzero() == 1 and float(results["norm_bias"].sum()) == 32
+    # The norm's result is 0.0 * 1 - 0.0 = 0.0, and in the last column 0.0 * -1 - 0.0 = -0.0.
+    arguments["norm_bias"] = torch.full((channels,), -0.0)
+    arguments["norm_bias"][0] = 1.0
+    arguments["norm_weight"] = torch.where(torch.arange(channels) < channels - 1, 1.0, -1.0)
+    results = run(ops.linear_group_norm_min, arguments, torch.ones(1, channels, 4, 1))
+    assert results["norm_bias"].nonzero().tolist() == [[1]] and float(results["norm_bias"][1]) == 4 * channels
 
 
 @pytest.mark.parametrize("groups, group_size", [(2, 16), (20, 16), (20, 10), (17, 64), (3, 200)])

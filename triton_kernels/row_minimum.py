@@ -18,15 +18,16 @@ _NO_COLUMN = tl.constexpr(2147483647)
 
 @triton.jit
 def ordered_key(value):
-    """int32 whose order is float32's, NaN first."""
+    """int32 whose order is float32's, NaN first; one for zeros of both signs, lest a later -0.0 pass for less."""
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(key == -1, 0, key)
     return tl.where(value != value, -2147483648, key)
 
 
 @triton.jit
 def key_value(key):
-    """The float32 whose ``ordered_key`` this is."""
+    """The float32 whose ``ordered_key`` this is, 0.0 for both zeros."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -33,12 +33,14 @@ def keys_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_keys_order_as_numbers_with_nan_first():
     ascending = torch.tensor(
-        [math.nan, -math.inf, -3.4e38, -2.0, -1.0, -1e-38, -1e-45, -0.0, 0.0, 1e-45, 1e-38, 1.0, 2.0, 3.4e38, math.inf]
+        [math.nan, -math.inf, -3.4e38, -2.0, -1.0, -1e-38, -1e-45, 0.0, 1e-45, 1e-38, 1.0, 2.0, 3.4e38, math.inf]
     )
     keys, back = keys_of(ascending)
     assert (keys[1:].long() > keys[:-1].long()).all()
     assert keys[0] == -(2**31), "no number may come before a NaN"
     torch.testing.assert_close(back, ascending, rtol=0, atol=0, equal_nan=True)
+    zeros, _ = keys_of(torch.tensor([-0.0, 0.0]))
+    assert zeros[0] == zeros[1], "the first zero of a row is its minimum, whatever its sign"
     negative_nan = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
     assert keys_of(negative_nan)[0] == keys[0]
 
