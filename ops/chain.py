@@ -1,6 +1,7 @@
 """What the Linear chains share: checking their arguments, and whether the norm runs inside the product's kernel."""
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -27,10 +28,16 @@ def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]
 
 
 def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *arguments, **scalars) -> torch.Tensor:
-    """``function`` of ``ops.reference`` in the widest of its arguments' dtypes, which differ under autocast alone."""
+    """``function`` of ``ops.reference`` in the widest of its arguments' dtypes, which differ under autocast alone.
+
+    A bound beyond what that dtype reaches is infinity there, as it is for the kernels; PyTorch would refuse it.
+    """
     tensors = [input, *(argument for argument in arguments if isinstance(argument, torch.Tensor))]
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     widened = (argument.to(dtype) if isinstance(argument, torch.Tensor) else argument for argument in arguments)
+    for name in ("min_val", "max_val"):
+        if name in scalars and abs(scalars[name]) > torch.finfo(dtype).max:
+            scalars[name] = math.copysign(math.inf, scalars[name])
     off = torch.autocast(input.device.type, enabled=False) if precision.autocasts(input.device) else nullcontext()
     with off:
         return function(input.to(dtype), *widened, **scalars).to(input.dtype)

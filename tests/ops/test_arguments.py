@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
+from ops import precision
+from tests.accuracy import run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     BLOCKS,
@@ -32,6 +34,7 @@ PROBLEM = Problem(rows=4, depth=8, groups=2, group_size=3)
 GROUPED = tuple(chain for chain in CHAINS if chain.has_groups)
 BOUNDED = tuple(chain for chain in CHAINS if chain.has_bounds)
 MULTIPLYING = (*LINEAR_CHAINS, LINEAR)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NORMS = (GROUP_NORM, GROUP_NORM_HARDTANH)
 
 
@@ -78,10 +81,20 @@ class TestTensors:
         message = f"{name} must be a torch.Tensor, got {type(value).__name__}"
         check_refused(chain, {name: value}, TypeError, message)
 
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=chain_id)
-    def test_not_floating_point(self, chain, name, dtype):
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, *FLOAT8], ids=chain_id)
+    def test_dtypes_that_are_not_taken(self, chain, name, dtype):
         value = make_arguments(chain, PROBLEM, torch.float32)[name].to(dtype)
-        check_refused(chain, {name: value}, TypeError, f"{name} must be a floating-point tensor, got {dtype}")
+        message = f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {dtype}"
+        check_refused(chain, {name: value}, TypeError, message)
+
+    def test_sparse(self, chain, name):
+        value = make_arguments(chain, PROBLEM, torch.float32)[name].to_sparse()
+        check_refused(chain, {name: value}, TypeError, f"{name} must be a dense tensor, got torch.sparse_coo")
+
+    def test_nested(self, chain, name):
+        value = make_arguments(chain, PROBLEM, torch.float32)[name]
+        value = torch.nested.nested_tensor([value, value], layout=torch.jagged)
+        check_refused(chain, {name: value}, TypeError, f"{name} must be a dense tensor, got a nested one")
 
     def test_other_device(self, chain, name):
         arguments = make_arguments(chain, PROBLEM, torch.float32)
@@ -202,6 +215,15 @@ def test_bounds_are_no_numbers(chain, value, name):
     check_refused(chain, {name: value}, TypeError, f"{name} must be int or float, got {type(value).__name__}")
 
 
+@pytest.mark.parametrize("name", ["min_val", "max_val", "eps"])
+@pytest.mark.parametrize("value", [10**400, 10**5000, 2**1024], ids=["10**400", "10**5000", "2**1024"])
+@pytest.mark.parametrize("chain", [GROUP_NORM_HARDTANH, L94, L30], ids=chain_id)
+def test_integers_beyond_float(chain, value, name):
+    message = f"{name} must be a number that a float can hold, got an integer of {value.bit_length()} bits"
+    check_refused(chain, {name: value}, ValueError, message)
+    check_refused(chain, {name: -value}, ValueError, message)
+
+
 @pytest.mark.parametrize("eps", [-1e-5, -1, -math.inf, math.nan])
 @pytest.mark.parametrize("chain", GROUPED, ids=chain_id)
 def test_negative_eps(chain, eps):
@@ -249,6 +271,21 @@ def test_integers_are_fine_as_numbers():
 
 def test_equal_bounds_are_fine():
     assert torch.equal(ops.group_norm_hardtanh(torch.randn(3, 6), 2, min_val=0.5, max_val=0.5), torch.full((3, 6), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=chain_id)
+@pytest.mark.parametrize("chain", BOUNDED, ids=chain_id)
+def test_bounds_beyond_the_dtype_are_fine(chain, dtype, monkeypatch):
+    """In PyTorch's own layers too, which refuse a number that the dtype cannot hold: it bounds nothing."""
+    monkeypatch.setattr(precision, "runs_kernels", lambda tensor: False)
+    arguments = make_arguments(chain, PROBLEM, dtype)
+    for bounds, infinite in (((-1e40, 0.5), (-math.inf, 0.5)), ((-0.5, 10**300), (-0.5, math.inf))):
+        far, expected = (
+            run(chain.function, {**arguments, "min_val": low, "max_val": high}, torch.ones(4, 6, dtype=dtype))
+            for low, high in (bounds, infinite)
+        )
+        for name in expected:
+            assert torch.equal(far[name], expected[name]), name
 
 
 @pytest.mark.parametrize("chain, name", optional_vectors(*LINEAR_CHAINS, *BLOCKS))
