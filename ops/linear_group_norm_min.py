@@ -172,6 +172,10 @@ def _backward(ctx, gradient):
 LinearGroupNormMinFunction = operators.differentiable(_operator, _setup_context, _backward)
 
 
+def _is_channel_axis(shape: torch.Size) -> bool:
+    return len(shape) == 4 and shape == (1, shape[1], 1, 1)
+
+
 def linear_group_norm_min(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -196,7 +200,7 @@ def linear_group_norm_min(
     checks.tensors({"input": input}, {"bias": bias})
     if input.ndim != 2:
         raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
-    if bias is not None and (bias.ndim != 4 or bias.shape != (1, bias.shape[1], 1, 1)):
+    if bias is not None and not _is_channel_axis(bias.shape):
         raise ValueError(f"bias must have shape (1, channels, 1, 1), got {tuple(bias.shape)}")
     dtype = precision.autocast_dtype(input)
     input, weight = input.to(dtype), weight.to(dtype)
@@ -233,6 +237,8 @@ class LinearGroupNormMin(torch.nn.Module):
         self.gemm = torch.nn.Linear(in_features, out_features)
         self.group_norm = torch.nn.GroupNorm(num_groups, out_features)
         self.bias = torch.nn.Parameter(torch.randn(bias_shape))
+        if not _is_channel_axis(self.bias.shape):
+            raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {tuple(self.bias.shape)}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear_group_norm_min(

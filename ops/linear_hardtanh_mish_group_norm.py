@@ -78,6 +78,7 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
         super().__init__()
         self.gemm = torch.nn.Linear(in_features, out_features)
         self.bias = torch.nn.Parameter(torch.randn(bias_shape))
+        checks.bias_shape(self.bias.shape, out_features)
         self.hardtanh = torch.nn.Hardtanh()
         self.groupnorm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_features)
 

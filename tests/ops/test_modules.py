@@ -232,10 +232,24 @@ def test_groups_that_do_not_divide(chain, ours, plain, settings, names):
             model(**{**settings, "num_groups": 7})
 
 
-def test_bias_of_another_shape():
-    module = ops.LinearHardtanhMishGroupNorm(IN, OUT, (OUT - 1,), GROUPS)
-    with pytest.raises(ValueError, match=r"bias must have shape \(40,\), got \(39,\)"):
-        module(draw_input())
-    module = ops.LinearGroupNormMin(IN, OUT, GROUPS, (OUT,))
-    with pytest.raises(ValueError, match=r"bias must have shape \(1, channels, 1, 1\), got \(40,\)"):
-        module(draw_input())
+@pytest.mark.parametrize("shape", [(), (1,), (OUT - 1,), (OUT, 1), (2, OUT)], ids=str)
+def test_bias_of_another_shape(shape):
+    with pytest.raises(ValueError) as raised:
+        ops.LinearHardtanhMishGroupNorm(IN, OUT, shape, GROUPS)
+    assert str(raised.value) == f"bias_shape must be (40,), got {shape}"
+
+
+@pytest.mark.parametrize("shape", [(), (OUT,), (1, OUT), (1, OUT, 1), (2, OUT, 1, 1), (1, OUT, 1, 2)], ids=str)
+def test_bias_of_the_minimum_of_another_shape(shape):
+    with pytest.raises(ValueError) as raised:
+        ops.LinearGroupNormMin(IN, OUT, GROUPS, shape)
+    assert str(raised.value) == f"bias_shape must be (1, channels, 1, 1), got {shape}"
+
+
+def test_bias_shapes_that_the_functions_take():
+    """Leading ones, a number alone, and any number of channels where the bias is added to a minimum."""
+    input = draw_input()
+    for shape in (OUT, [OUT], (1, OUT), (1, 1, OUT)):
+        assert ops.LinearHardtanhMishGroupNorm(IN, OUT, shape, GROUPS)(input).shape == (ROWS, OUT)
+    for channels in (1, 3, OUT):
+        assert ops.LinearGroupNormMin(IN, OUT, GROUPS, (1, channels, 1, 1))(input).shape == (1, channels, ROWS, 1)
