@@ -1,6 +1,5 @@
 """Promise: at hardtanh's bounds and at the row's minimum the gradient goes where PyTorch sends it."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
