@@ -46,6 +46,33 @@ def test_gradients(chain, absent):
     gradcheck(chain, arguments)
 
 
+@pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
+def test_second_derivatives(chain):
+    """Of plain PyTorch's path; the kernels refuse."""
+    arguments = make_arguments(chain, Problem(rows=2, depth=3, groups=2, group_size=2), torch.float64)
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors_of(arguments).items()}
+
+    def function(*tensors):
+        return chain.function(**{**arguments, **dict(zip(leaves, tensors, strict=True))})
+
+    assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
+def test_functional_transforms(chain):
+    """``torch.func`` too works on plain PyTorch's path."""
+    arguments = make_arguments(chain, PROBLEM, torch.float64)
+
+    def function(input):
+        return chain.function(**{**arguments, "input": input})
+
+    input = arguments["input"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(input).sum(), input)
+    torch.testing.assert_close(torch.func.grad(lambda input: function(input).sum())(arguments["input"]), expected)
+    _, change = torch.func.jvp(function, (arguments["input"],), (torch.ones_like(input),))
+    torch.testing.assert_close(change.sum(), expected.sum())
+
+
 @pytest.mark.parametrize("chain", [L94, L30, BIAS_HARDTANH_MISH, GROUP_NORM_HARDTANH], ids=chain_id)
 @pytest.mark.parametrize("bounds", [(-0.5, 0.25), (-math.inf, math.inf), (0.125, 0.125)], ids=str)
 def test_bounds(chain, bounds):
