@@ -83,6 +83,57 @@ def hardtanh_mish_gradient(gradient, value, min_val, max_val):
     return hardtanh_gradient(mish_gradient(gradient, clipped, min_val, max_val), value, min_val, max_val)
 
 
+@triton.jit
+def normal_cdf(value):
+    """The standard normal distribution function, (1 + erf(value / sqrt(2))) / 2."""
+    return 0.5 * (1.0 + tl.math.erf(value * 0.7071067811865476))
+
+
+@triton.jit
+def gelu(value, min_val, max_val):
+    """value * normal_cdf(value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016); NaN for -inf, as in PyTorch.
+
+    It is never below -0.17; the maximum is there for what it is there for in ``mish``.
+    """
+    return tl.maximum(value * normal_cdf(value), -1.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gelu_gradient(gradient, value, min_val, max_val):
+    """gradient * (normal_cdf(v) + v * exp(-v**2 / 2) / sqrt(2 pi)); NaN for both infinities, as in PyTorch."""
+    density = tl.exp(-0.5 * value * value) * 0.3989422804014327
+    return gradient * (normal_cdf(value) + value * density)
+
+
+@triton.jit
+def gelu_tanh_exponential(value):
+    """exp(-2 u) with u = sqrt(2 / pi) * (v + 0.044715 v**3): then (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
+
+    That has no difference to lose digits in, and is 0 where the exponential overflows.
+    """
+    return tl.exp(-1.5957691216057308 * value * (1.0 + 0.044715 * value * value))
+
+
+@triton.jit
+def gelu_tanh(value, min_val, max_val):
+    """value * (1 + tanh(u)) / 2, which approximates ``gelu``."""
+    return tl.maximum(value / (1.0 + gelu_tanh_exponential(value)), -1.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gelu_tanh_gradient(gradient, value, min_val, max_val):
+    """gradient * (s + v * s * (1 - s) * 2 du/dv) with s = (1 + tanh(u)) / 2.
+
+    s * (1 - s) is 0 in float32 where v * v > 200; beyond, v * v is held there lest it overflow.
+    """
+    e = gelu_tanh_exponential(value)
+    s = 1.0 / (1.0 + e)
+    rest = tl.where(e < 1.0, e * s, 1.0 - s)
+    square = tl.minimum(value * value, 200.0, propagate_nan=tl.PropagateNan.ALL)
+    slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * square)
+    return gradient * (s + value * (s * rest) * slope)
+
+
 @dataclass(frozen=True)
 class Pointwise:
     """A pointwise function of ``(value, min_val, max_val)`` and its gradient, as jit functions."""
@@ -94,3 +145,5 @@ class Pointwise:
 IDENTITY = Pointwise(identity, identity_gradient)
 HARDTANH = Pointwise(hardtanh, hardtanh_gradient)
 HARDTANH_MISH = Pointwise(hardtanh_mish, hardtanh_mish_gradient)
+GELU = Pointwise(gelu, gelu_gradient)
+GELU_TANH = Pointwise(gelu_tanh, gelu_tanh_gradient)

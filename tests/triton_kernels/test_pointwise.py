@@ -8,12 +8,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from triton_kernels.pointwise import HARDTANH, HARDTANH_MISH, IDENTITY, Pointwise
+from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, Pointwise
 
 FUNCTIONS = {
     "identity": (IDENTITY, lambda z, low, high: z.clone()),
     "hardtanh": (HARDTANH, F.hardtanh),
     "hardtanh_mish": (HARDTANH_MISH, lambda z, low, high: F.mish(F.hardtanh(z, low, high))),
+    "gelu": (GELU, lambda z, low, high: F.gelu(z)),
+    # PyTorch's gradient of it overflows to NaN from about 1e19; in float64 it does not.
+    "gelu_tanh": (GELU_TANH, lambda z, low, high: F.gelu(z.double(), approximate="tanh").to(z.dtype)),
 }
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 88.8, -88.8, -104.0, 20.0, 44.5]
 
@@ -78,13 +81,17 @@ def test_gradient_is_selected_not_multiplied(name):
 
 
 @pytest.mark.parametrize("low, high", [(-1, 1), (-4, 4), (-30, 30)])
-def test_mish_is_as_accurate_as_pytorch(low, high):
+@pytest.mark.parametrize(
+    "pointwise, function",
+    [FUNCTIONS["hardtanh_mish"], FUNCTIONS["gelu"], (GELU_TANH, lambda z, low, high: F.gelu(z, approximate="tanh"))],
+    ids=["mish", "gelu", "gelu_tanh"],
+)
+def test_as_accurate_as_pytorch(pointwise, function, low, high):
     """The rule of ``tests.accuracy`` over 40000 numbers with a quarter of its floor: no sum hides an error here."""
     value = torch.linspace(low, high, 40001)
     gradient = torch.ones_like(value)
     wide = (-math.inf, math.inf)
-    function = FUNCTIONS["hardtanh_mish"][1]
-    results, expected = ours(HARDTANH_MISH, value, gradient, *wide), theirs(function, value, gradient, *wide)
+    results, expected = ours(pointwise, value, gradient, *wide), theirs(function, value, gradient, *wide)
     exact = theirs(function, value.double(), gradient.double(), *wide)
     for our_result, their_result, truth in zip(results, expected, exact, strict=True):
         floor = torch.finfo(torch.float32).eps / 4 * truth.norm()
@@ -97,3 +104,20 @@ def test_mish_far_below_zero_keeps_its_digits():
     result, _ = ours(HARDTANH_MISH, value, torch.ones_like(value), -math.inf, math.inf)
     exact = F.mish(value.double())
     assert ((result - exact) / exact).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_gelu_where_it_is_the_identity_or_zero(name):
+    """Far from zero nothing overflows, neither in the value nor in the gradient."""
+    value = torch.tensor([1.0, -1.0]) * torch.logspace(1.2, 38.5, 500, base=10.0)[:, None]
+    result, gradient = ours(FUNCTIONS[name][0], value, torch.full_like(value, 3.0), 0.0, 0.0)
+    assert torch.equal(result[:, 0], value[:, 0]) and not result[:, 1].any()
+    assert torch.equal(gradient, torch.tensor([3.0, 0.0]).expand_as(value))
+
+
+def test_gelu_tanh_far_below_zero_keeps_its_digits():
+    value = torch.linspace(-6.0, -2.0, 999)
+    result, _ = ours(GELU_TANH, value, torch.ones_like(value), 0.0, 0.0)
+    u = math.sqrt(2 / math.pi) * (value.double() + 0.044715 * value.double() ** 3)
+    exact = value / (1 + torch.exp(-2 * u))
+    assert ((result - exact) / exact).abs().max() < 1e-5
