@@ -24,7 +24,7 @@ from triton_kernels import (
     wide_group_norm,
 )
 from triton_kernels.linear import LinearConfig, linear
-from triton_kernels.pointwise import HARDTANH, HARDTANH_MISH, IDENTITY
+from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY
 
 pytestmark = pytest.mark.offline
 
@@ -184,12 +184,15 @@ def group_norm_launches(dtype, M, C, group_size, *functions):
 def wide_group_norm_launches(dtype):
     images = torch.empty(32, 64, 56 * 56, dtype=dtype, device=META)
     vector = torch.empty(64, dtype=dtype, device=META)
-    for final in (IDENTITY, HARDTANH):
-        options = {"final": final, "bounds": (-1.0, 1.0)}
+    for activation, final in ((IDENTITY, IDENTITY), (IDENTITY, HARDTANH), (GELU, IDENTITY), (GELU_TANH, IDENTITY)):
+        options = {"activation": activation, "final": final, "bounds": (-1.0, 1.0)}
         wide_group_norm.wide_group_norm(images, 8, vector, vector, 1e-5, output=images, **options)
         wide_group_norm.wide_group_norm_backward(
             images, images, 8, vector, vector, 1e-5, input_gradient=images, **options
         )
+    huge = torch.empty(1, 2, 2**30, dtype=dtype, device=META)  # places in its group are 64-bit numbers
+    wide_group_norm.wide_group_norm(huge, 1, None, None, 1e-5, output=huge)
+    wide_group_norm.wide_group_norm_backward(huge, huge, 1, None, None, 1e-5, input_gradient=huge)
 
 
 def pointwise_launches(dtype):

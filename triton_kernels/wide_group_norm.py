@@ -3,7 +3,10 @@
 Values are contiguous [B, C, S]: samples, channels, and pixels (all further axes; 1 where there are none). A group is
 GROUP_SIZE neighbouring channels of a sample, GROUP_SIZE * S neighbouring values; its statistics are first taken over
 blocks of it (count, mean and M2, the sum of centred squares) and then merged after Chan, Golub and LeVeque, Updating
-Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
+Formulae and a Pairwise Algorithm for Computing Sample Variances (1979). A pointwise function may come before
+(ACTIVATION) and after (FINAL) the norm.
+
+Groups and their blocks share the first axis of the grid, group by group: the only one that is not limited to 65535.
 """
 
 import torch
@@ -19,26 +22,37 @@ _BLOCK = 4096
 
 
 @triton.jit
+def place_block(blocks, width, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+    """The group and the places in it [BLOCK], of the type INDEX, of this program; and which places are inside."""
+    first = (tl.program_id(0) % blocks).to(INDEX) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    return tl.program_id(0) // blocks, places, places < width
+
+
+@triton.jit
 def partial_statistics_kernel(
     input,  # [B * G, width]: one group a row
     partial_mean,  # [B * G, blocks]
     partial_m2,  # [B * G, blocks]
+    blocks,
     width,
+    min_val,
+    max_val,
+    ACTIVATION: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Mean and M2 of one block of one group; how many values it counts follows from its place."""
-    block = tl.program_id(1)
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    inside = places < width
-    values = tl.load(input + tl.program_id(0).to(tl.int64) * width + places, mask=inside, other=0.0).to(tl.float32)
-    count = tl.minimum(width - block * BLOCK, BLOCK)
+    sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
+    z = tl.load(input + sample_group.to(tl.int64) * width + places, mask=inside, other=0.0).to(tl.float32)
+    values = tl.where(inside, ACTIVATION(z, min_val, max_val), 0.0)
+    count = tl.sum(inside.to(tl.int32), 0)
     mean = tl.sum(values, 0) / count
     centred = tl.where(inside, values - mean, 0.0)
     correction = tl.sum(centred, 0) / count  # what rounding left of the mean
     centred = tl.where(inside, centred - correction, 0.0)
-    target = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + block
-    tl.store(partial_mean + target, mean + correction)
-    tl.store(partial_m2 + target, tl.sum(centred * centred, 0))
+    tl.store(partial_mean + tl.program_id(0), mean + correction)
+    tl.store(partial_m2 + tl.program_id(0), tl.sum(centred * centred, 0))
 
 
 @triton.jit
@@ -90,24 +104,26 @@ def apply_kernel(
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
     output,  # [B * G, width]
+    blocks,
     width,
     pixels,
     num_groups,
     min_val,
     max_val,
+    ACTIVATION: tl.constexpr,
     FINAL: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """output = FINAL((input - mean) * rstd * norm_weight + norm_bias), a block of a group a program"""
-    sample_group = tl.program_id(0)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < width
+    """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a block of a group a program"""
+    sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     members = places // pixels
     offsets = sample_group.to(tl.int64) * width + places
     weight = load_channels(norm_weight, sample_group % num_groups, members, GROUP_SIZE, 1.0)
     shift = load_channels(norm_bias, sample_group % num_groups, members, GROUP_SIZE, 0.0)
-    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    values = ACTIVATION(z, min_val, max_val)
     normalized = (values - tl.load(mean + sample_group)) * tl.load(rstd + sample_group)
     y = FINAL(normalized * weight + shift, min_val, max_val)
     tl.store(output + offsets, y.to(output.dtype.element_ty), mask=inside)
@@ -127,6 +143,7 @@ def channel_sums_kernel(
     channels,
     min_val,
     max_val,
+    ACTIVATION: tl.constexpr,
     FINAL_GRADIENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -150,9 +167,9 @@ def channel_sums_kernel(
         pixel = first + tl.arange(0, BLOCK_PIXELS)
         inside = row_inside[:, None] & (pixel < pixels)[None, :]
         offsets = row[:, None] * pixels + pixel[None, :]
-        values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-        normalized = (values - row_mean[:, None]) * row_rstd[:, None]
+        normalized = (ACTIVATION(z, min_val, max_val) - row_mean[:, None]) * row_rstd[:, None]
         dy = FINAL_GRADIENT(dy, normalized * weight[:, None] + shift[:, None], min_val, max_val)
         weight_sum += tl.where(inside, dy * normalized, 0.0)
         shift_sum += tl.where(inside, dy, 0.0)
@@ -196,47 +213,71 @@ def apply_backward_kernel(
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
     input_gradient,  # [B * G, width]
+    blocks,
     width,
     pixels,
     num_groups,
     min_val,
     max_val,
+    ACTIVATION: tl.constexpr,
+    ACTIVATION_GRADIENT: tl.constexpr,
     FINAL_GRADIENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """input_gradient = rstd * (g - mean(g) - x * mean(g * x)), with x the normalised input and g = norm_weight * dy"""
-    sample_group = tl.program_id(0)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < width
+    """input_gradient = ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x))
+
+    with x the normalised activated input and g = norm_weight * dy.
+    """
+    sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     members = places // pixels
     offsets = sample_group.to(tl.int64) * width + places
     weight = load_channels(norm_weight, sample_group % num_groups, members, GROUP_SIZE, 1.0)
     shift = load_channels(norm_bias, sample_group % num_groups, members, GROUP_SIZE, 0.0)
     group_rstd = tl.load(rstd + sample_group)
-    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-    normalized = (values - tl.load(mean + sample_group)) * group_rstd
+    normalized = (ACTIVATION(z, min_val, max_val) - tl.load(mean + sample_group)) * group_rstd
     dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
     projection = tl.load(means + sample_group)
-    gradient_mean = tl.load(means + tl.num_programs(0) + sample_group)
+    gradient_mean = tl.load(means + tl.num_programs(0) // blocks + sample_group)
     gradient = group_rstd * (dy * weight - gradient_mean - normalized * projection)
+    gradient = ACTIVATION_GRADIENT(gradient, z, min_val, max_val)
     tl.store(input_gradient + offsets, gradient.to(input_gradient.dtype.element_ty), mask=inside)
 
 
-def group_statistics(input: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and reciprocal standard deviation [B * num_groups], float32, of a contiguous ``input`` [B, C, S]."""
+def _blocks(width: int) -> tuple[int, dict]:
+    """How many blocks a group is cut into, and what kernels need to know to find their own."""
+    # The last block's places may exceed width.
+    return triton.cdiv(width, _BLOCK), {"INDEX": tl.int32 if width + _BLOCK < 2**31 else tl.int64, "BLOCK": _BLOCK}
+
+
+def group_statistics(
+    input: torch.Tensor,
+    num_groups: int,
+    eps: float,
+    *,
+    activation: Pointwise = IDENTITY,
+    bounds: tuple[float, float] = (0.0, 0.0),
+) -> torch.Tensor:
+    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of activation(``input``), a contiguous
+    [B, C, S]."""
     rows = input.shape[0] * num_groups
+    statistics = torch.empty(2, rows, dtype=torch.float32, device=input.device)
+    if input.numel() == 0:
+        return statistics
     width = input.numel() // rows
-    blocks = triton.cdiv(width, _BLOCK)
+    blocks, places = _blocks(width)
     partials = torch.empty(2, rows, blocks, dtype=torch.float32, device=input.device)
-    mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=input.device).unbind()
     with on_device_of(input):
-        partial_statistics_kernel[(rows, blocks)](input, partials[0], partials[1], width, BLOCK=_BLOCK)
-        merge_statistics_kernel[(rows,)](
-            partials[0], partials[1], mean, rstd, blocks, width, eps, BLOCK=_BLOCK, MERGE=256
+        partial_statistics_kernel[(rows * blocks,)](
+            input, partials[0], partials[1], blocks, width, *bounds, ACTIVATION=activation.function, **places
         )
-    return mean, rstd
+        merge_statistics_kernel[(rows,)](
+            partials[0], partials[1], statistics[0], statistics[1], blocks, width, eps, BLOCK=_BLOCK, MERGE=256
+        )
+    return statistics
 
 
 def wide_group_norm(
@@ -247,31 +288,36 @@ def wide_group_norm(
     eps: float,
     *,
     output: torch.Tensor,
+    activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
-) -> None:
-    """output = final(group_norm(input)), both contiguous [B, C, S]."""
+) -> torch.Tensor:
+    """output = final(group_norm(activation(input))), both contiguous [B, C, S]; returns the ``group_statistics``."""
+    statistics = group_statistics(input, num_groups, eps, activation=activation, bounds=bounds)
     if input.numel() == 0:
-        return
+        return statistics
     B, C, S = input.shape
-    mean, rstd = group_statistics(input, num_groups, eps)
     width = C // num_groups * S
+    blocks, places = _blocks(width)
     with on_device_of(input):
-        apply_kernel[(B * num_groups, triton.cdiv(width, _BLOCK))](
+        apply_kernel[(B * num_groups * blocks,)](
             input,
-            mean,
-            rstd,
+            statistics[0],
+            statistics[1],
             norm_weight,
             norm_bias,
             output,
+            blocks,
             width,
             S,
             num_groups,
             *bounds,
+            ACTIVATION=activation.function,
             FINAL=final.function,
             GROUP_SIZE=C // num_groups,
-            BLOCK=_BLOCK,
+            **places,
         )
+    return statistics
 
 
 def wide_group_norm_backward(
@@ -283,16 +329,23 @@ def wide_group_norm_backward(
     eps: float,
     *,
     input_gradient: torch.Tensor,
+    statistics: torch.Tensor | None = None,
+    activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
-    """Gradients of ``wide_group_norm``; returns those of norm_weight and norm_bias, [2, C] in float32."""
+    """Gradients of ``wide_group_norm``; returns those of norm_weight and norm_bias, [2, C] in float32.
+
+    ``statistics`` are what the forward pass returned; without them they are computed again.
+    """
     B, C, S = input.shape
     if input.numel() == 0:
         return torch.zeros(2, C, dtype=torch.float32, device=input.device)
     group_size = C // num_groups
     width = group_size * S
-    mean, rstd = group_statistics(input, num_groups, eps)
+    blocks, places = _blocks(width)
+    if statistics is None:
+        statistics = group_statistics(input, num_groups, eps, activation=activation, bounds=bounds)
     sums = torch.empty(2, B, C, dtype=torch.float32, device=input.device)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     block_pixels = min(1024, triton.next_power_of_2(S))
@@ -301,8 +354,8 @@ def wide_group_norm_backward(
         channel_sums_kernel[(triton.cdiv(B * C, block_rows),)](
             output_gradient,
             input,
-            mean,
-            rstd,
+            statistics[0],
+            statistics[1],
             norm_weight,
             norm_bias,
             sums,
@@ -310,6 +363,7 @@ def wide_group_norm_backward(
             S,
             C,
             *bounds,
+            ACTIVATION=activation.function,
             FINAL_GRADIENT=final.gradient,
             GROUP_SIZE=group_size,
             BLOCK_ROWS=block_rows,
@@ -318,21 +372,24 @@ def wide_group_norm_backward(
         group_means_kernel[(B * num_groups,)](
             sums, norm_weight, means, width, num_groups, GROUP_SIZE=group_size, BLOCK=256
         )
-        apply_backward_kernel[(B * num_groups, triton.cdiv(width, _BLOCK))](
+        apply_backward_kernel[(B * num_groups * blocks,)](
             output_gradient,
             input,
-            mean,
-            rstd,
+            statistics[0],
+            statistics[1],
             means,
             norm_weight,
             norm_bias,
             input_gradient,
+            blocks,
             width,
             S,
             num_groups,
             *bounds,
+            ACTIVATION=activation.function,
+            ACTIVATION_GRADIENT=activation.gradient,
             FINAL_GRADIENT=final.gradient,
             GROUP_SIZE=group_size,
-            BLOCK=_BLOCK,
+            **places,
         )
     return column_sums(sums)

@@ -1,10 +1,13 @@
 """Statistics merged from blocks, and what is done with them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from triton_kernels.pointwise import HARDTANH, IDENTITY
+from triton_kernels import wide_group_norm as kernels
+from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, IDENTITY
 from triton_kernels.wide_group_norm import group_statistics, wide_group_norm, wide_group_norm_backward
 
 
@@ -33,6 +36,15 @@ def test_means_that_differ_between_blocks():
     torch.testing.assert_close(rstd[0].double(), (exact.var(correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
 
 
+def test_statistics_of_activated_values():
+    values = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(0))
+    for activation, approximate in ((GELU, "none"), (GELU_TANH, "tanh")):
+        mean, rstd = group_statistics(values, 3, 1e-5, activation=activation)
+        exact = F.gelu(values.double(), approximate=approximate).view(6, -1)
+        torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(rstd.double(), (exact.var(1, correction=0) + 1e-5).rsqrt(), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("value", [0.1, 12345.678])
 def test_constant_groups(value):
     """They stay their norm's bias: 1/sqrt(eps) = 316 must have nothing to multiply."""
@@ -42,33 +54,58 @@ def test_constant_groups(value):
     assert (output.abs() <= 316 * value * torch.finfo(torch.float32).eps / 2).all()
 
 
+@pytest.mark.parametrize("activation", [IDENTITY, GELU, GELU_TANH], ids=["identity", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("hardtanh", [False, True])
 @pytest.mark.parametrize(
     "samples, num_groups, group_size, pixels", [(2, 3, 5, 7), (1, 1, 3, 2000), (3, 2, 1, 5000), (2, 2, 5000, 1)]
 )
-def test_against_autograd(samples, num_groups, group_size, pixels, hardtanh):
+def test_against_autograd(samples, num_groups, group_size, pixels, hardtanh, activation):
+    """The gradients, with the statistics kept and without, of PyTorch's own operations in float64."""
     generator = torch.Generator().manual_seed(pixels)
     channels = num_groups * group_size
     values, gradient = torch.randn(2, samples, channels, pixels, generator=generator)
     weight, bias = torch.randn(2, channels, generator=generator)
     leaves = [tensor.double().requires_grad_() for tensor in (values, weight, bias)]
-    expected = torch.group_norm(leaves[0], num_groups, leaves[1], leaves[2])
+    activated = leaves[0]
+    if activation is not IDENTITY:
+        activated = F.gelu(activated, approximate="none" if activation is GELU else "tanh")
+    expected = torch.group_norm(activated, num_groups, leaves[1], leaves[2])
     expected = F.hardtanh(expected, -0.75, 1.5) if hardtanh else expected
     expected_gradients = torch.autograd.grad(expected, leaves, gradient.double())
 
-    options = {"final": HARDTANH if hardtanh else IDENTITY, "bounds": (-0.75, 1.5)}
+    options = {"activation": activation, "final": HARDTANH if hardtanh else IDENTITY, "bounds": (-0.75, 1.5)}
     output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
-    wide_group_norm(values, num_groups, weight, bias, 1e-5, output=output, **options)
-    sums = wide_group_norm_backward(
-        gradient, values, num_groups, weight, bias, 1e-5, input_gradient=input_gradient, **options
-    )
+    statistics = wide_group_norm(values, num_groups, weight, bias, 1e-5, output=output, **options)
     truths = (expected, *expected_gradients)
-    for result, truth in zip((output, input_gradient, *sums), truths, strict=True):
-        torch.testing.assert_close(result.double(), truth.detach(), rtol=1e-4, atol=1e-3)
+    for kept in (statistics, None):
+        sums = wide_group_norm_backward(
+            gradient,
+            values,
+            num_groups,
+            weight,
+            bias,
+            1e-5,
+            input_gradient=input_gradient,
+            statistics=kept,
+            **options,
+        )
+        for result, truth in zip((output, input_gradient, *sums), truths, strict=True):
+            torch.testing.assert_close(result.double(), truth.detach(), rtol=1e-4, atol=1e-3)
 
 
 def test_nothing_to_do():
     empty = torch.empty(2, 6, 0)
-    wide_group_norm(empty, 3, None, None, 1e-5, output=empty)
+    assert wide_group_norm(empty, 3, None, None, 1e-5, output=empty).shape == (2, 6)
     sums = wide_group_norm_backward(empty, empty, 3, None, None, 1e-5, input_gradient=empty)
     assert torch.equal(sums, torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize("shape", [(2**18, 8, 16), (1, 1, 2**30), (3, 4, 2**28)], ids=str)
+def test_grids_of_any_size(shape):
+    """Many groups, and groups of many blocks: nothing but the grid's first axis, which goes up to 2**31 - 1."""
+    grids = []
+    with mock.patch.object(type(kernels.apply_kernel), "run", lambda *arguments, grid, **options: grids.append(grid)):
+        values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        wide_group_norm(values, 1, None, None, 1e-5, output=values)
+        wide_group_norm_backward(values, values, 1, None, None, 1e-5, input_gradient=values)
+    assert len(grids) == 9 and all(x < 2**31 and (*others, 1)[0] <= 65535 for x, *others in grids)
