@@ -4,11 +4,15 @@ import argparse
 import os
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from bench.cells import CHAINS, DTYPES, MODES, PRECISIONS, Cell, Shape
+from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS, MODES, Cell
+from bench.chain import PRECISIONS, Shape
+from bench.convolution_chains import ConvolutionShape
+from bench.linear_chains import LinearShape
 
 PEERS = ("library", "eager", "compile", "compile-max")
 
@@ -33,14 +37,22 @@ def _names(known):
     return parse
 
 
-def _shapes(text: str) -> list[Shape]:
-    shapes = []
-    for item in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", item)
-        if not match:
-            raise argparse.ArgumentTypeError(f"{item!r} is not MxKxN, three positive integers, e.g. 1024x8192x8192")
-        shapes.append(Shape(*map(int, match.groups())))
-    return shapes
+def _form(shape_class: type[Shape]) -> str:
+    return " x ".join(field.name for field in fields(shape_class))
+
+
+def _shapes(shape_class: type[Shape]):
+    """An argument type: shapes of this class, separated by commas."""
+
+    def parse(text: str) -> list[Shape]:
+        shapes = []
+        for item in text.split(","):
+            if not re.fullmatch("x".join([r"[1-9]\d*"] * len(fields(shape_class))), item):
+                raise argparse.ArgumentTypeError(f"{item!r} is not {_form(shape_class)}, all positive integers")
+            shapes.append(shape_class(*map(int, item.split("x"))))
+        return shapes
+
+    return parse
 
 
 def _positive(text: str) -> int:
@@ -57,31 +69,50 @@ def _parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # compile-max is left out where nobody asks for it: it tunes for minutes.
-    shape, rounds, peers = ("1024x8192x8192", 20, PEERS[:3]) if on_gpu else ("8x64x64", 1, PEERS[:2])
+    rounds, peers = (20, PEERS[:3]) if on_gpu else (1, PEERS[:2])
+    linear, convolution = ("1024x8192x8192", "128x64x64x256x256x3") if on_gpu else ("8x64x64", "2x16x16x5x6x3")
     parser.add_argument("--chains", type=_names(CHAINS), default=",".join(CHAINS), help="of " + ", ".join(CHAINS))
     parser.add_argument("--dtypes", type=_names(DTYPES), default=",".join(DTYPES), help="of " + ", ".join(DTYPES))
     parser.add_argument(
         "--precisions",
         type=_names(PRECISIONS),
         default="highest,high",
-        help="float32 matmul precisions, for float32 alone, of " + ", ".join(PRECISIONS),
+        help="for float32 alone: matmul precisions, of " + ", ".join(PRECISIONS) + "; for the convolution of l19 high "
+        "allows TF32, highest does not, and there is no medium",
     )
     parser.add_argument("--modes", type=_names(MODES), default=",".join(MODES), help="of " + ", ".join(MODES))
-    parser.add_argument("--shapes", type=_shapes, default=shape, help="MxKxN: batch x in_features x out_features")
+    parser.add_argument("--shapes", type=_shapes(LinearShape), default=linear, help=_form(LinearShape))
+    parser.add_argument(
+        "--convolution-shapes",
+        type=_shapes(ConvolutionShape),
+        default=convolution,
+        help="for l19: " + _form(ConvolutionShape),
+    )
+    parser.add_argument(
+        "--memory-formats",
+        type=_names(MEMORY_FORMATS),
+        default=",".join(MEMORY_FORMATS),
+        help="for l19, of " + ", ".join(MEMORY_FORMATS),
+    )
     parser.add_argument("--peers", type=_names(PEERS), default=",".join(peers), help="of " + ", ".join(PEERS))
     parser.add_argument("--rounds", type=_positive, default=rounds, help="timed calls of each peer")
     parser.add_argument("--json", type=Path, metavar="PATH", help="keep the rows here; rewritten after every cell")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not _cells(options):
+        parser.error(f"argument --precisions: {','.join(options.chains)} has no {','.join(options.precisions)}")
+    return options
 
 
 def _cells(options: argparse.Namespace) -> list[Cell]:
     return [
-        Cell(CHAINS[chain], dtype, precision, mode, shape)
-        for shape in options.shapes
+        Cell(chain, dtype, precision, mode, shape, memory_format)
+        for shape in options.shapes + options.convolution_shapes
         for dtype in options.dtypes
         for precision in (options.precisions if dtype == "float32" else [None])
         for mode in options.modes
-        for chain in options.chains
+        for chain in map(CHAINS.get, options.chains)
+        if isinstance(shape, chain.shape_class) and (precision is None or precision in chain.precisions)
+        for memory_format in (options.memory_formats if chain.has_memory_format else [None])
     ]
 
 

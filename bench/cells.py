@@ -1,85 +1,38 @@
-"""What is measured: the chains, and the cells of the table (one chain at one dtype, precision, mode and shape)."""
+"""What is measured: the cells of the table (one chain at one dtype, precision, mode, shape and memory format)."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass
 
 import torch
 
-DTYPES = ("bfloat16", "float16", "float32")
-PRECISIONS = ("highest", "high", "medium")
-MODES = ("forward", "training")
+from bench.chain import Chain, Forward, Random, Shape
+from bench.convolution_chains import L19
+from bench.linear_chains import L30, L75, L94
 
-#: A chain as a function of its tensors alone, by name; what is no tensor is bound.
-Forward = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+CHAINS = {"l94": L94, "l75": L75, "l30": L30, "l19": L19}
+DTYPES = ("bfloat16", "float16", "float32")
+MODES = ("forward", "training")
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
 #: One call of a cell's work: returns the output and, in training, the gradient of every tensor.
 Step = Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of the matrix product: input [batch, in_features], weight [out_features, in_features]."""
-
-    batch: int
-    in_features: int
-    out_features: int
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.in_features}x{self.out_features}"
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One chain: its function in ``ops`` and ``ops.reference``, and the arguments it is measured with."""
-
-    label: str
-    function: str
-    group_size: int  # channels a group at the target size
-    bias_rank: int  # dimensions of the bias added beside linear_bias, over the channels; 0: the chain has none
-    output_is_transposed: bool = False  # (1, C, B, 1) instead of (B, C)
-    scalars: dict[str, float] = field(default_factory=dict)
-
-    def num_groups(self, channels: int) -> int:
-        """Groups of ``group_size`` channels where that divides, else of the divisor nearest to it by ratio."""
-        divisors = [size for size in range(1, channels + 1) if channels % size == 0]
-        return channels // min(divisors, key=lambda size: abs(math.log(size / self.group_size)))
-
-    def bind(self, implementation: ModuleType, channels: int) -> Forward:
-        """The chain as ``implementation`` has it (``ops`` or ``ops.reference``)."""
-        function, scalars, num_groups = getattr(implementation, self.function), self.scalars, self.num_groups(channels)
-
-        def forward(tensors):
-            return function(**tensors, num_groups=num_groups, **scalars)
-
-        return forward
-
-
-#: The group counts at 8192 channels are 256, 512 and 16.
-CHAINS = {
-    "l94": Chain(
-        "L94", "linear_hardtanh_mish_group_norm", group_size=32, bias_rank=1, scalars={"min_val": -1.0, "max_val": 1.0}
-    ),
-    "l75": Chain("L75", "linear_group_norm_min", group_size=16, bias_rank=4, output_is_transposed=True),
-    "l30": Chain(
-        "L30", "linear_group_norm_hardtanh", group_size=512, bias_rank=0, scalars={"min_val": -2.0, "max_val": 2.0}
-    ),
-}
-
-
-@dataclass(frozen=True)
 class Cell:
-    """One cell of the table. ``precision`` is torch's float32 matmul precision, None for other dtypes."""
+    """One cell of the table. ``precision`` is the product's float32 precision, None for other dtypes;
+    ``memory_format`` is that of every image-like tensor, None for a chain that has none."""
 
     chain: Chain
     dtype: str
     precision: str | None
     mode: str
     shape: Shape
+    memory_format: str | None = None
 
     def __str__(self) -> str:
-        precision = f" {self.precision}" if self.precision else ""
-        return f"{self.chain.label} {self.dtype}{precision} {self.mode} {self.shape}"
+        parts = (self.chain.label, self.dtype, self.precision, self.mode, self.shape, self.memory_format)
+        return " ".join(str(part) for part in parts if part)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -87,9 +40,8 @@ class Cell:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the matrix products: one for the forward pass, three for a training step."""
-        products = 3 if self.mode == "training" else 1
-        return products * 2 * self.shape.batch * self.shape.in_features * self.shape.out_features
+        """Floating-point operations of the products: one for the forward pass, three for a training step."""
+        return (3 if self.mode == "training" else 1) * self.shape.operations
 
 
 @dataclass(frozen=True)
@@ -101,34 +53,26 @@ class Problem:
 
 
 def make_problem(cell: Cell, device: torch.device) -> Problem:
-    """Data as a fresh model has it (Linear's initial draws), but with a norm weight and bias that are not 1 and 0."""
-    generator = torch.Generator(device).manual_seed(0)
-    shape, channels = cell.shape, cell.shape.out_features
+    """The same values in every memory format."""
+    random = Random(torch.Generator(device).manual_seed(0))
 
-    def normal(*size):
-        return torch.randn(size, generator=generator, device=device)
+    def as_in_cell(tensor):
+        tensor = tensor.to(cell.torch_dtype)
+        if cell.memory_format and tensor.ndim == 4:
+            tensor = tensor.contiguous(memory_format=MEMORY_FORMATS[cell.memory_format])
+        return tensor
 
-    def uniform(*size):
-        return (torch.rand(size, generator=generator, device=device) * 2 - 1) / math.sqrt(shape.in_features)
-
-    tensors = {
-        "input": normal(shape.batch, shape.in_features),
-        "weight": uniform(channels, shape.in_features),
-        "linear_bias": uniform(channels),
-        "norm_weight": 1 + 0.2 * normal(channels),
-        "norm_bias": 0.2 * normal(channels),
-    }
-    if cell.chain.bias_rank:
-        tensors["bias"] = normal(*((channels,) if cell.chain.bias_rank == 1 else (1, channels, 1, 1)))
-    output_shape = (1, channels, shape.batch, 1) if cell.chain.output_is_transposed else (shape.batch, channels)
-    return Problem(
-        {name: tensor.to(cell.torch_dtype) for name, tensor in tensors.items()},
-        normal(*output_shape).to(cell.torch_dtype),
-    )
+    tensors = {name: as_in_cell(tensor) for name, tensor in cell.chain.draw_tensors(cell.shape, random).items()}
+    return Problem(tensors, as_in_cell(random.normal(*cell.chain.output_shape(cell.shape))))
 
 
 def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Step:
-    """The forward pass without gradients, or the forward and the backward pass with the gradient of every tensor."""
+    """The forward pass without gradients, or the forward and the backward pass with the gradient of every tensor.
+
+    The gradient at the output comes in the output's own layout, made in the first call, as autograd would hand it on in
+    a model: a forward pass may answer a channels_last input with an output that is not, and is not to be charged for a
+    gradient in another layout as well.
+    """
     if mode == "forward":
 
         def step():
@@ -136,9 +80,14 @@ def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], 
                 return forward(tensors), ()
     else:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        laid_out = None
 
         def step():
+            nonlocal laid_out
             output = forward(leaves)
-            return output.detach(), torch.autograd.grad(output, list(leaves.values()), output_gradient)
+            if laid_out is None:
+                same = output_gradient.stride() == output.stride()
+                laid_out = output_gradient if same else torch.empty_like(output).copy_(output_gradient)
+            return output.detach(), torch.autograd.grad(output, list(leaves.values()), laid_out)
 
     return step

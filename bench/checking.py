@@ -1,16 +1,22 @@
 """Is a result right: its error against float64, held against the error of PyTorch's own result."""
 
+import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from bench.cells import Cell, Forward, Problem, make_step
+from bench.cells import Cell, Problem, make_step
+from bench.chain import Forward
 
 #: Ours may be this many times as wrong as PyTorch ...
 ALLOWANCE = 1.1
 #: ... plus one unit in float32's last place: a result that is right to float32 is right whatever PyTorch's error is.
 FLOOR = torch.finfo(torch.float32).eps
+
+#: Float64 takes so many samples at a time that the output has about as many elements as this, 8 bytes each.
+_ELEMENTS_AT_ONCE = 2**25
 
 #: How near a jump an element may come, relative to the value there, before rounding decides on which side it lands:
 #: two units in the last place of the values on the way (bfloat16 and TF32 products: of their operands). For float32
@@ -44,10 +50,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Check:
-    """Every tensor's comparison, the output first, and the share of the output's gradient that was let through."""
+    """Every tensor's comparison, the output first, and what they cover."""
 
     comparisons: list[Comparison]
+    #: The share of the output's gradient that was let through.
     away_from_jumps: float | None
+    #: All of the batch's samples are compared; this many went through float64 at a time.
+    samples: int
+    samples_at_once: int
 
     @property
     def worst(self) -> Comparison:
@@ -64,32 +74,85 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
     A jump (hardtanh's bounds, which index is a row's minimum) can be taken either way where rounding decides it, and
     one such flip outweighs every other error. So the gradient at the output is zero where one would count: what is
     compared is the derivative away from the jumps, in full.
+
+    No chain mixes samples, so float64 takes some of them at a time: it compares their part of the output and of the
+    input's gradient, and adds up the gradients of the other tensors, which are sums over the samples.
     """
-    exact = {name: tensor.double() for name, tensor in problem.tensors.items()}
     output_gradient, away = problem.output_gradient, None
     if cell.mode == "training":
-        mask = _AWAY_FROM_JUMPS[cell.chain.label](cell, exact)
-        output_gradient, away = output_gradient * mask, mask.double().mean().item()
+        output_gradient, away = _stop_at_jumps(cell, problem)
 
-    def results(forward, tensors):
-        output, gradients = make_step(cell.mode, forward, tensors, output_gradient.to(tensors["input"].dtype))()
+    def results(forward, tensors, gradient):
+        output, gradients = make_step(cell.mode, forward, tensors, gradient)()
         return {"output": output} | {f"d_{name}": gradient for name, gradient in zip(tensors, gradients, strict=False)}
 
-    expected = results(reference, exact)
-    our_errors = _errors(results(ours, problem.tensors), expected)
-    torch_errors = _errors(results(reference, problem.tensors), expected)
-    return Check([Comparison(name, our_errors[name], torch_errors[name]) for name in expected], away)
+    compared = [results(forward, problem.tensors, output_gradient) for forward in (ours, reference)]
+    for name, right in compared[1].items():
+        if compared[0][name].shape != right.shape:
+            raise ValueError(f"{name} has shape {tuple(compared[0][name].shape)} where {tuple(right.shape)} is right")
+
+    over_samples = {"output": cell.chain.sample_dimension, "d_input": 0}
+    errors = {name: (_Error(), _Error()) for name in compared[1]}
+    totals = {}
+    samples_at_once = max(1, _ELEMENTS_AT_ONCE * cell.shape.batch // output_gradient.numel())
+    for start in range(0, cell.shape.batch, samples_at_once):
+        samples = slice(start, start + samples_at_once)
+        tensors = {name: tensor.double() for name, tensor in problem.tensors.items() if name != "input"}
+        tensors = {"input": problem.tensors["input"][samples].double()} | tensors
+        with _cudnn_disabled():
+            part = _along(over_samples["output"], samples, output_gradient).double()
+            expected = results(reference, tensors, part)
+        for name, exact in expected.items():
+            if name in over_samples:
+                for error, result in zip(errors[name], compared, strict=True):
+                    error.add(_along(over_samples[name], samples, result[name]), exact)
+            else:
+                totals[name] = totals.get(name, 0) + exact
+    for name, exact in totals.items():
+        for error, result in zip(errors[name], compared, strict=True):
+            error.add(result[name], exact)
+    comparisons = [Comparison(name, *(error.relative for error in errors[name])) for name in errors]
+    return Check(comparisons, away, cell.shape.batch, min(samples_at_once, cell.shape.batch))
 
 
-def _errors(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative errors; absolute where the expected tensor is all zeros."""
-    errors = {}
-    for name, tensor in expected.items():
-        if results[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(results[name].shape)} where {tuple(tensor.shape)} is right")
-        error, norm = (results[name].double() - tensor).norm().item(), tensor.norm().item()
-        errors[name] = error / norm if norm else error
-    return errors
+class _Error:
+    """norm(result - exact) / norm(exact), from as many parts as come."""
+
+    def __init__(self):
+        self._difference = self._size = 0.0
+
+    def add(self, result: torch.Tensor, exact: torch.Tensor) -> None:
+        self._difference += (result.double() - exact).square().sum().item()
+        self._size += exact.square().sum().item()
+
+    @property
+    def relative(self) -> float:
+        """Absolute where the exact tensor is all zeros."""
+        return math.sqrt(self._difference / self._size if self._size else self._difference)
+
+
+def _along(dimension: int, samples: slice, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.movedim(dimension, 0)[samples].movedim(0, dimension)
+
+
+@contextmanager
+def _cudnn_disabled():
+    """Convolutions are then PyTorch's own, matrix products of float64: no code in common with what they judge."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+def _stop_at_jumps(cell: Cell, problem: Problem) -> tuple[torch.Tensor, float]:
+    """The output's gradient with zeros where it would reach a jump, and the share that is left."""
+    if cell.chain.label not in _AWAY_FROM_JUMPS:
+        return problem.output_gradient, 1.0
+    exact = {name: tensor.double() for name, tensor in problem.tensors.items()}
+    mask = _AWAY_FROM_JUMPS[cell.chain.label](cell, exact)
+    return problem.output_gradient * mask, mask.double().mean().item()
 
 
 def _groups_off_bounds(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -111,7 +174,7 @@ def _rows_with_clear_minimum(cell: Cell, tensors: dict[str, torch.Tensor]) -> to
     return (second - smallest > _margin(cell) * smallest.abs()).view(1, 1, -1, 1)
 
 
-#: By chain: where the output's gradient reaches no jump that rounding could decide; broadcasts to the output.
+#: By chain, if it has jumps: where the output's gradient reaches none that rounding could decide; broadcasts to it.
 _AWAY_FROM_JUMPS = {"L94": _groups_off_bounds, "L75": _rows_with_clear_minimum, "L30": _elements_off_bounds}
 
 

@@ -1,33 +1,40 @@
 """What is timed: a cell's work as each peer does it, ready to be called."""
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 import ops
-from bench.cells import Cell, Forward, Problem, Step, make_step
+from bench.cells import Cell, Problem, Step, make_step
+from bench.chain import Call, Forward
 from ops import reference
 
-#: What is timed; its result is dropped.
-Call = Callable[[], object]
-
-#: The bare matrix products; the others are compared with it.
-LIBRARY = "library"
 OURS = "ours"
+#: The bare products; the others are compared with it.
+LIBRARY = "library"
+#: The whole chain as PyTorch itself has it.
+PYTORCH = ("eager", "compile", "compile-max")
+
+
+class Memory(NamedTuple):
+    """Bytes at the peak of a training step beyond what was there before: without its output and gradients, and with."""
+
+    added: int
+    with_results: int
 
 
 def bind_ours(cell: Cell) -> Forward:
-    return cell.chain.bind(ops, cell.shape.out_features)
+    return cell.chain.bind(ops, cell.shape.channels)
 
 
 def bind_reference(cell: Cell) -> Forward:
-    return cell.chain.bind(reference, cell.shape.out_features)
+    return cell.chain.bind(reference, cell.shape.channels)
 
 
 def make_call(peer: str, cell: Cell, problem: Problem) -> Call:
     """The cell's work as ``peer`` does it: ours, library, eager, compile or compile-max."""
     if peer == LIBRARY:
-        return _library_call(cell, problem)
+        return cell.chain.library_call(cell.mode, problem.tensors, problem.output_gradient)
     if peer == OURS:
         forward = bind_ours(cell)
     else:
@@ -39,28 +46,19 @@ def make_call(peer: str, cell: Cell, problem: Problem) -> Call:
     return make_step(cell.mode, forward, problem.tensors, problem.output_gradient)
 
 
-def added_memory(step: Step) -> int:
-    """Bytes a training step needs at its peak beyond what was there before, its output and its gradients (CUDA)."""
+def measure_memory(step: Step) -> Memory:
+    """What a training step needs, which has run before (CUDA)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     output, gradients = step()
     storages = [tensor.untyped_storage() for tensor in (output, *gradients)]
     results = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return torch.cuda.max_memory_allocated() - before - sum(results.values())
+    peak = torch.cuda.max_memory_allocated() - before
+    return Memory(peak - sum(results.values()), peak)
 
 
 def _compile_max(forward: Forward) -> Forward:
     # Otherwise it prints each of its trials.
     torch._inductor.select_algorithm.PRINT_AUTOTUNE = False
     return torch.compile(forward, mode="max-autotune-no-cudagraphs")
-
-
-def _library_call(cell: Cell, problem: Problem) -> Call:
-    """The matrix products alone: one for the forward pass, with the input's and the weight's gradient for training."""
-    input, weight = problem.tensors["input"], problem.tensors["weight"]
-    if cell.mode == "forward":
-        return lambda: input @ weight.T
-    # Random, and [batch, out_features] whatever the chain's own output is.
-    gradient = problem.output_gradient.reshape(cell.shape.batch, cell.shape.out_features)
-    return lambda: (input @ weight.T, gradient @ weight, gradient.T @ input)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bench.cells import Cell
 from bench.checking import Check
-from bench.peers import LIBRARY, OURS
+from bench.peers import LIBRARY, OURS, PYTORCH, Memory
 
 #: The commit's full hash, and whether the tree differs from it.
 _DESCRIBE = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
@@ -25,12 +25,12 @@ _DESCRIBE = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
 
 @dataclass
 class Measurement:
-    """What was found in one cell; times in microseconds, memory in bytes. Nothing is timed where the check is red."""
+    """What was found in one cell; times in microseconds. Nothing is timed where the check is red."""
 
     cell: Cell
     check: Check | None = None  # None where it failed to run
     times: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -40,11 +40,16 @@ class Measurement:
     def median_time(self, peer: str) -> float | None:
         return statistics.median(self.times[peer]) if peer in self.times else None
 
-    def ratio(self, peer: str, to: str) -> float | None:
+    def ratio(self, peer: str, to: str | None) -> float | None:
         """The median over the rounds of one peer's time over another's in the same round."""
         if peer not in self.times or to not in self.times:
             return None
         return statistics.median(a / b for a, b in zip(self.times[peer], self.times[to], strict=True))
+
+    @property
+    def best_pytorch(self) -> str | None:
+        """The fastest of the peers that are the whole chain as PyTorch has it."""
+        return min((peer for peer in PYTORCH if peer in self.times), key=self.median_time, default=None)
 
     def rows(self, peers: Iterable[str]) -> list[dict]:
         """One row for each peer, ours first; what is unknown is None."""
@@ -60,18 +65,25 @@ class Measurement:
             "precision": cell.precision,
             "mode": cell.mode,
             "shape": str(cell.shape),
+            "memory_format": cell.memory_format,
+            "product": cell.chain.product,
             "peer": peer,
             "median_us": time,
             "ratio": self.ratio(peer, LIBRARY),
             "ours_to_peer": self.ratio(OURS, peer),
+            "best_pytorch": self.best_pytorch,
+            "ours_to_best_pytorch": self.ratio(OURS, self.best_pytorch),
             "tflops": cell.operations / time / 1e6 if time else None,
             "error_ours": worst.ours if worst else None,
             "error_torch": worst.torch if worst else None,
             "error_tensor": worst.tensor if worst else None,
             "errors": {entry.tensor: [entry.ours, entry.torch] for entry in comparisons},
             "away_from_jumps": self.check.away_from_jumps if self.check else None,
+            "checked_samples": self.check.samples if self.check else None,
+            "float64_samples_at_once": self.check.samples_at_once if self.check else None,
             "red": self.is_red,
-            "peak_memory_mb": None if memory is None else memory / 1e6,
+            "peak_memory_mb": memory.added / 1e6 if memory else None,
+            "peak_memory_with_results_mb": memory.with_results / 1e6 if memory else None,
             "rounds": len(self.times.get(peer, ())),
             "failure": self.failures.get(peer),
         }
@@ -104,7 +116,7 @@ def time_table(measurements: list[Measurement], peers: list[str]) -> Table:
     """One line a cell: ours, then ours over each peer with the peer's own time."""
     table = Table(title="Times: ours, then ours over each peer (median of the rounds' ratios) and the peer's own µs")
     table.add_column("cell", no_wrap=True)
-    for column in ("µs", "TFLOP/s", *peers, "added MB"):
+    for column in ("µs", "TFLOP/s", *peers, "best of PyTorch", "added MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for measurement in measurements:
         row = measurement.rows(())[0]
@@ -113,10 +125,14 @@ def time_table(measurements: list[Measurement], peers: list[str]) -> Table:
             "RED" if measurement.is_red else _optional(row["median_us"], ".0f"),
             _optional(row["tflops"], ".3g"),
             *(_against(measurement, peer) for peer in peers),
+            _against_best(measurement),
             _optional(row["peak_memory_mb"], ".1f"),
             style="red" if measurement.is_red else None,
         )
-    table.caption = "added MB: at the peak of a training step, beyond weights, gradients, input and output"
+    table.caption = (
+        "library: the bare products, in the same memory format; best of PyTorch: the fastest of the compiled and eager "
+        "chains;\nadded MB: at the peak of a training step, beyond weights, gradients, input and output"
+    )
     return table
 
 
@@ -136,7 +152,10 @@ def error_table(measurements: list[Measurement]) -> Table:
                 _optional(measurement.check.away_from_jumps, ".0%"),
                 style="red" if measurement.is_red else None,
             )
-    table.caption = "compared: the part of the output that passes a gradient on; the rest is too near a jump to tell"
+    table.caption = (
+        "of every element of every sample; compared: the part of the output that passes a gradient on, the rest is too "
+        "near a jump to tell"
+    )
     return table
 
 
@@ -149,8 +168,9 @@ def summary(measurement: Measurement) -> str:
     """One line on a cell, for while the run goes on."""
     if measurement.is_red:
         return f"[red]{measurement.cell}: RED, not timed: {escape(_red_reason(measurement))}[/]"
-    ratio = measurement.ratio(OURS, LIBRARY)
-    return f"{measurement.cell}: {measurement.median_time(OURS):.0f} µs" + (f", {ratio:.2f} x library" if ratio else "")
+    ratios = {peer: measurement.ratio(OURS, peer) for peer in (LIBRARY, measurement.best_pytorch)}
+    times = (f"{ratio:.2f} x {peer}" for peer, ratio in ratios.items() if ratio is not None)
+    return ", ".join([f"{measurement.cell}: {measurement.median_time(OURS):.0f} µs", *times])
 
 
 def _red_reason(measurement: Measurement) -> str:
@@ -165,6 +185,11 @@ def _against(measurement: Measurement, peer: str) -> str:
         return "failed"
     ratio = measurement.ratio(OURS, peer)
     return "–" if ratio is None else f"{ratio:.2f} ({measurement.median_time(peer):.0f})"
+
+
+def _against_best(measurement: Measurement) -> str:
+    ratio = measurement.ratio(OURS, measurement.best_pytorch)
+    return "–" if ratio is None else f"{ratio:.2f} ({measurement.best_pytorch})"
 
 
 def _optional(value: float | None, format: str) -> str:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import report
 from bench.cells import Cell, Problem, make_problem
 from bench.checking import check
-from bench.peers import LIBRARY, OURS, added_memory, bind_ours, bind_reference, make_call
+from bench.peers import LIBRARY, OURS, bind_ours, bind_reference, make_call, measure_memory
 from bench.report import Measurement
 from bench.timing import time_rounds, warm_up
 
@@ -55,20 +55,17 @@ def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, 
 
 def _measure(cell: Cell, peers: list[str], rounds: int, device: torch.device) -> Measurement:
     torch._dynamo.reset()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(cell.precision or before)
-    try:
-        measurement = Measurement(cell)
+    measurement = Measurement(cell)
+    with cell.chain.float32_precision(cell.precision):
         try:
             problem = make_problem(cell, device)
             measurement.check = check(cell, problem, bind_ours(cell), bind_reference(cell))
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
             measurement.failures[OURS] = _reason(error)
         if not measurement.is_red:
+            torch.cuda.empty_cache()  # what float64 took, which libraries could want for workspaces
             _time(measurement, problem, peers, rounds, device)
-        return measurement
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return measurement
 
 
 def _time(measurement: Measurement, problem: Problem, peers: list[str], rounds: int, device: torch.device) -> None:
@@ -78,7 +75,7 @@ def _time(measurement: Measurement, problem: Problem, peers: list[str], rounds: 
             call = make_call(peer, measurement.cell, problem)
             warm_up(call, device)
             if device.type == "cuda" and measurement.cell.mode == "training" and peer != LIBRARY:
-                measurement.memory[peer] = added_memory(call)
+                measurement.memory[peer] = measure_memory(call)
         except Exception as error:  # so may a compiler, and then the others are still timed
             measurement.failures[peer] = _reason(error)
         else:

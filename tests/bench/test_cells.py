@@ -1,0 +1,120 @@
+"""The cells of the bench: their data, their library products, the settings they run under, one call of their work."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.cells import CHAINS, DTYPES, MODES, Cell, make_problem, make_step
+from bench.convolution_chains import L19, ConvolutionShape
+from bench.linear_chains import L75, L94, LinearShape
+
+CPU = torch.device("cpu")
+SHAPES = {LinearShape: LinearShape(5, 16, 24), ConvolutionShape: ConvolutionShape(3, 8, 16, 4, 5, 3)}
+
+
+def cell_of(chain, dtype="float32", mode="training", memory_format=None):
+    precision = "highest" if dtype == "float32" else None
+    return Cell(chain, dtype, precision, mode, SHAPES[chain.shape_class], memory_format)
+
+
+def test_names():
+    assert str(cell_of(L94, "bfloat16", "forward")) == "L94 bfloat16 forward 5x16x24"
+    assert str(cell_of(L19, memory_format="channels_last")) == "L19 float32 highest training 3x8x16x4x5x3 channels_last"
+
+
+def test_groups_at_the_target_sizes():
+    groups = {name: chain.num_groups(64 if chain is L19 else 8192) for name, chain in CHAINS.items()}
+    assert groups == {"l94": 256, "l75": 512, "l30": 16, "l19": 8}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_formats(dtype):
+    """The same values, laid out as the cell's name says: the input, the weight and the output's gradient."""
+    problems = [make_problem(cell_of(L19, dtype, memory_format=name), CPU) for name in ("contiguous", "channels_last")]
+    images = [(problem.tensors["input"], problem.tensors["weight"], problem.output_gradient) for problem in problems]
+    for contiguous, channels_last in zip(*images, strict=True):
+        assert contiguous.dtype == getattr(torch, dtype) and torch.equal(contiguous, channels_last)
+        assert contiguous.is_contiguous() and not channels_last.is_contiguous()
+        assert channels_last.is_contiguous(memory_format=torch.channels_last)
+    assert problems[0].output_gradient.shape == (3, 16, 6, 7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_library_call(chain, mode):
+    """The products that autograd runs, of as many operations as the cell says."""
+    cell = cell_of(chain, mode=mode, memory_format="channels_last" if chain is L19 else None)
+    problem = make_problem(cell, CPU)
+    call = chain.library_call(mode, problem.tensors, problem.output_gradient)
+    with FlopCounterMode(display=False) as counter:
+        results = call()
+    assert counter.get_total_flops() == cell.operations
+
+    input, weight = (problem.tensors[name].requires_grad_() for name in ("input", "weight"))
+    if chain is L19:
+        product = F.conv_transpose2d(input, weight, problem.tensors["conv_bias"])
+        assert product.is_contiguous(memory_format=torch.channels_last)
+    else:
+        product = F.linear(input, weight)
+    if mode == "forward":
+        torch.testing.assert_close(results, product.detach())
+    else:
+        gradients = torch.autograd.grad(product, (input, weight), problem.output_gradient.reshape(product.shape))
+        torch.testing.assert_close(results, (product.detach(), *gradients))
+
+
+@pytest.mark.parametrize("precision, allowed", [("highest", False), ("high", True), (None, True)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_convolution_precision(precision, allowed, fails):
+    """cuDNN's TF32 alone, and set back whatever happens."""
+    assert torch.backends.cudnn.allow_tf32
+    with suppress(ZeroDivisionError), L19.float32_precision(precision):
+        assert torch.backends.cudnn.allow_tf32 == allowed
+        assert torch.get_float32_matmul_precision() == "highest"
+        if fails:
+            raise ZeroDivisionError
+    assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("precision, expected", [("highest", "highest"), ("medium", "medium"), (None, "high")])
+def test_linear_precision(precision, expected):
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(ZeroDivisionError), L94.float32_precision(precision):
+        assert torch.get_float32_matmul_precision() == expected
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_gradient_arrives_in_the_layout_of_the_output():
+    """A chain that answers channels_last with a contiguous output is handed a contiguous gradient, always the same."""
+    arrived = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(context, input):
+            return input.contiguous()
+
+        @staticmethod
+        def backward(context, gradient):
+            arrived.append(gradient)
+            return gradient
+
+    problem = make_problem(cell_of(L19, memory_format="channels_last"), CPU)
+    step = make_step(
+        "training", lambda tensors: Probe.apply(tensors["x"]), {"x": problem.output_gradient}, problem.output_gradient
+    )
+    assert not problem.output_gradient.is_contiguous()
+    results = [step(), step()]
+    assert arrived[0].is_contiguous() and arrived[0].data_ptr() == arrived[1].data_ptr()
+    for _, (gradient,) in results:
+        assert torch.equal(gradient, problem.output_gradient)
+
+
+def test_sample_dimension():
+    for chain, expected in ((L94, 0), (L75, 2), (L19, 0)):
+        shape = SHAPES[chain.shape_class]
+        assert chain.sample_dimension == expected
+        assert chain.output_shape(shape)[expected] == shape.batch
