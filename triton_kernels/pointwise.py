@@ -84,25 +84,45 @@ def hardtanh_mish_gradient(gradient, value, min_val, max_val):
 
 
 @triton.jit
-def normal_cdf(value):
-    """The standard normal distribution function, (1 + erf(value / sqrt(2))) / 2."""
-    return 0.5 * (1.0 + tl.math.erf(value * 0.7071067811865476))
+def normal_tail(value):
+    """(q, e): q = P(|X| > |value|) / 2 for a standard normal X, and e = exp(-value**2 / 2).
+
+    q / e is Mills' ratio over sqrt(2 pi), here u times a polynomial in u = 1 / (1 + 0.36 |value|), a minimax fit whose
+    relative error is below 7e-8 everywhere. That takes about 17 instructions where erf takes twice as many and a
+    branch (measured on an H200: it made the convolution's epilogue slower than its products), and keeps the digits
+    that 1 + erf(value) loses on the left. u is a squared rsqrt, which is faster than a division.
+    """
+    root = tl.rsqrt(1.0 + 0.36 * tl.abs(value))
+    u = root * root
+    e = tl.exp2(-0.7213475204444817 * (value * value))
+    ratio = -0.029653141275048256
+    ratio = ratio * u + 0.13643819093704224
+    ratio = ratio * u - 0.21685919165611267
+    ratio = ratio * u + 0.09930434823036194
+    ratio = ratio * u + 0.0053446064703166485
+    ratio = ratio * u + 0.09357158094644547
+    ratio = ratio * u + 0.12463388592004776
+    ratio = ratio * u + 0.14359734952449799
+    ratio = ratio * u + 0.14362233877182007
+    return ratio * (u * e), e
 
 
 @triton.jit
 def gelu(value, min_val, max_val):
-    """value * normal_cdf(value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016); NaN for -inf, as in PyTorch.
+    """value * P(X <= value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016) = max(value, 0) - |value| q.
 
-    It is never below -0.17; the maximum is there for what it is there for in ``mish``.
+    NaN for both infinities: PyTorch's is infinite for the positive one, of which a norm makes NaN all the same. It ends
+    in a multiply-add, so nothing is left to be fused into the subtraction of a mean (see ``mish``).
     """
-    return tl.maximum(value * normal_cdf(value), -1.0, propagate_nan=tl.PropagateNan.ALL)
+    q, e = normal_tail(value)
+    return tl.maximum(value, 0.0) - tl.abs(value) * q
 
 
 @triton.jit
 def gelu_gradient(gradient, value, min_val, max_val):
-    """gradient * (normal_cdf(v) + v * exp(-v**2 / 2) / sqrt(2 pi)); NaN for both infinities, as in PyTorch."""
-    density = tl.exp(-0.5 * value * value) * 0.3989422804014327
-    return gradient * (normal_cdf(value) + value * density)
+    """gradient * (P(X <= v) + v * exp(-v**2 / 2) / sqrt(2 pi)); NaN for both infinities, as in PyTorch."""
+    q, e = normal_tail(value)
+    return gradient * (tl.where(value > 0.0, 1.0 - q, q) + value * e * 0.3989422804014327)
 
 
 @triton.jit
