@@ -6,7 +6,11 @@ require_own_siblings()
 
 from ops import reference  # noqa: E402
 from ops.bias_hardtanh_mish import bias_hardtanh_mish  # noqa: E402
-from ops.group_norm import group_norm, group_norm_hardtanh  # noqa: E402
+from ops.conv_transpose2d_gelu_group_norm import (  # noqa: E402
+    ConvTranspose2dGeluGroupNorm,
+    conv_transpose2d_gelu_group_norm,
+)
+from ops.group_norm import gelu_group_norm, group_norm, group_norm_hardtanh  # noqa: E402
 from ops.linear import linear  # noqa: E402
 from ops.linear_group_norm_hardtanh import LinearGroupNormHardtanh, linear_group_norm_hardtanh  # noqa: E402
 from ops.linear_group_norm_min import LinearGroupNormMin, linear_group_norm_min  # noqa: E402
@@ -16,10 +20,13 @@ from ops.linear_hardtanh_mish_group_norm import (  # noqa: E402
 )
 
 __all__ = [
+    "ConvTranspose2dGeluGroupNorm",
     "LinearGroupNormHardtanh",
     "LinearGroupNormMin",
     "LinearHardtanhMishGroupNorm",
     "bias_hardtanh_mish",
+    "conv_transpose2d_gelu_group_norm",
+    "gelu_group_norm",
     "group_norm",
     "group_norm_hardtanh",
     "linear",

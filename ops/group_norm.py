@@ -1,4 +1,7 @@
-"""GroupNorm of inputs of any number of dimensions, alone and with a Hardtanh behind it, forward and backward."""
+"""GroupNorm of inputs of any number of dimensions, alone, behind a GELU or before a Hardtanh, forward and backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -7,7 +10,7 @@ from ops import checks, operators, precision, reference
 from ops.chain import as_vectors, in_reference
 from triton_kernels import group_norm as resident
 from triton_kernels import wide_group_norm as wide
-from triton_kernels.pointwise import HARDTANH, IDENTITY, Pointwise
+from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, IDENTITY, Pointwise
 
 
 def fits_registers(channels: int, pixels: int, num_groups: int) -> bool:
@@ -15,54 +18,81 @@ def fits_registers(channels: int, pixels: int, num_groups: int) -> bool:
     return pixels == 1 and channels // num_groups <= resident.WIDEST_GROUP
 
 
-def _forward(input, num_groups, weight, bias, min_val, max_val, eps, final: Pointwise):
-    B, C, S = input.shape
-    output = torch.empty_like(input)
-    options = {"final": final, "bounds": (min_val, max_val)}
-    if fits_registers(C, S, num_groups):
-        config = group_norm_config(B, C, C // num_groups)
-        resident.group_norm(
-            input.view(B, C), num_groups, weight, bias, eps, config, output=output.view(B, C), **options
-        )
+def as_volume(tensor: torch.Tensor) -> torch.Tensor:
+    """[B, C, S], contiguous: samples, channels and pixels, which are all further axes."""
+    return tensor.reshape(*tensor.shape[:2], tensor.shape[2:].numel()).contiguous()
+
+
+@contextmanager
+def written_as_volume(output: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Memory [B, C, S] whose values ``output`` has at the end: its own, where it is contiguous."""
+    if output.is_contiguous():
+        yield as_volume(output)
     else:
-        wide.wide_group_norm(input, num_groups, weight, bias, eps, output=output, **options)
-    return output
+        volume = as_volume(torch.empty_like(output, memory_format=torch.contiguous_format))
+        yield volume
+        output.copy_(volume.view(output.shape))
 
 
-def _backward_kernel(gradient, input, num_groups, weight, bias, min_val, max_val, eps, final: Pointwise):
-    B, C, S = input.shape
-    input_gradient = torch.empty_like(input)
-    options = {"final": final, "bounds": (min_val, max_val)}
-    if fits_registers(C, S, num_groups):
-        sums = resident.group_norm_backward(
-            gradient.view(B, C),
-            input.view(B, C),
-            num_groups,
-            weight,
-            bias,
-            eps,
-            group_norm_config(B, C, C // num_groups),
-            input_gradient=input_gradient.view(B, C),
-            **options,
-        )[1:]
-    else:
-        sums = wide.wide_group_norm_backward(
-            gradient, input, num_groups, weight, bias, eps, input_gradient=input_gradient, **options
-        )
-    return input_gradient, sums
+def _forward(input, num_groups, weight, bias, min_val, max_val, eps, activation: Pointwise, final: Pointwise):
+    volume = as_volume(input)
+    B, C, S = volume.shape
+    result = torch.empty_like(input)
+    options = {"activation": activation, "final": final, "bounds": (min_val, max_val)}
+    with written_as_volume(result) as output:
+        if fits_registers(C, S, num_groups):
+            config = group_norm_config(B, C, C // num_groups)
+            resident.group_norm(
+                volume.view(B, C), num_groups, weight, bias, eps, config, output=output.view(B, C), **options
+            )
+        else:
+            wide.wide_group_norm(volume, num_groups, weight, bias, eps, output=output, **options)
+    return result
 
 
-def _differentiable_group_norm(name: str, final: Pointwise) -> type[torch.autograd.Function]:
-    """The operator ``name`` of a contiguous input [B, C, S], with its backward, as an autograd Function."""
+def _backward_kernel(
+    gradient, input, num_groups, weight, bias, min_val, max_val, eps, activation: Pointwise, final: Pointwise
+):
+    gradient, volume = as_volume(gradient), as_volume(input)
+    B, C, S = volume.shape
+    result = torch.empty_like(input)
+    options = {"activation": activation, "final": final, "bounds": (min_val, max_val)}
+    with written_as_volume(result) as input_gradient:
+        if fits_registers(C, S, num_groups):
+            sums = resident.group_norm_backward(
+                gradient.view(B, C),
+                volume.view(B, C),
+                num_groups,
+                weight,
+                bias,
+                eps,
+                group_norm_config(B, C, C // num_groups),
+                input_gradient=input_gradient.view(B, C),
+                **options,
+            )[1:]
+        else:
+            sums = wide.wide_group_norm_backward(
+                gradient, volume, num_groups, weight, bias, eps, input_gradient=input_gradient, **options
+            )
+    return result, sums
+
+
+def _differentiable_group_norm(
+    name: str, *, activation: Pointwise = IDENTITY, final: Pointwise = IDENTITY
+) -> type[torch.autograd.Function]:
+    """``final(group_norm(activation(input)))`` as the operator ``name``, with its backward, as an autograd Function.
+
+    Result and gradient have the input's strides, as elementwise operations' have.
+    """
     parameters = "int num_groups, Tensor? weight, Tensor? bias, float min_val, float max_val, float eps"
     operator = operators.define(
         f"{name}(Tensor input, {parameters}) -> Tensor",
-        lambda *arguments: _forward(*arguments, final),
+        lambda *arguments: _forward(*arguments, activation, final),
         lambda input, *arguments: torch.empty_like(input),
     )
     backward_operator = operators.define(
         f"{name}_backward(Tensor gradient, Tensor input, {parameters}) -> (Tensor, Tensor)",
-        lambda *arguments: _backward_kernel(*arguments, final),
+        lambda *arguments: _backward_kernel(*arguments, activation, final),
         lambda gradient, input, *arguments: (
             torch.empty_like(input),
             input.new_empty(2, input.shape[1], dtype=torch.float32),
@@ -75,17 +105,26 @@ def _differentiable_group_norm(name: str, final: Pointwise) -> type[torch.autogr
 
     def backward(ctx, gradient):
         input, weight, bias = ctx.saved_tensors
-        input_gradient, sums = backward_operator(
-            gradient.contiguous(), input, ctx.num_groups, weight, bias, *ctx.scalars
-        )
+        input_gradient, sums = backward_operator(gradient, input, ctx.num_groups, weight, bias, *ctx.scalars)
         weight_gradient, bias_gradient = operators.vector_gradients(sums, (0, weight), (1, bias))
         return input_gradient, None, weight_gradient, bias_gradient, None, None, None
 
     return operators.differentiable(operator, setup_context, backward)
 
 
-GroupNormFunction = _differentiable_group_norm("group_norm", IDENTITY)
-GroupNormHardtanhFunction = _differentiable_group_norm("group_norm_hardtanh", HARDTANH)
+GroupNormFunction = _differentiable_group_norm("group_norm")
+GroupNormHardtanhFunction = _differentiable_group_norm("group_norm_hardtanh", final=HARDTANH)
+GeluGroupNormFunction = _differentiable_group_norm("gelu_group_norm", activation=GELU)
+GeluTanhGroupNormFunction = _differentiable_group_norm("gelu_tanh_group_norm", activation=GELU_TANH)
+
+
+def gelu_called(approximate: str) -> Pointwise:
+    """The GELU that PyTorch knows by this ``approximate``; ValueError or TypeError where there is none."""
+    if not isinstance(approximate, str):
+        raise TypeError(f"approximate must be str, got {type(approximate).__name__}")
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    return GELU if approximate == "none" else GELU_TANH
 
 
 def _check(input, num_groups, weight, bias, eps):
@@ -97,10 +136,9 @@ def _check(input, num_groups, weight, bias, eps):
     checks.epsilon(eps)
 
 
-def _apply(function, input, num_groups, weight, bias, min_val, max_val, eps):
-    """Call an autograd Function of this file on an input of any shape and strides."""
-    flat = input.reshape(input.shape[0], input.shape[1], input.shape[2:].numel()).contiguous()
-    return function.apply(flat, num_groups, weight, bias, float(min_val), float(max_val), float(eps)).view(input.shape)
+def _runs_kernels(input):
+    """A tensor without channels has no groups that a kernel could take."""
+    return precision.runs_kernels(input) and input.shape[1] > 0
 
 
 def group_norm(
@@ -114,14 +152,14 @@ def group_norm(
     """``torch.nn.functional.group_norm`` of input (batch, channels, *), weight and bias (channels) or None.
 
     Mean and biased variance of each sample's groups of channels, over all further dimensions (Wu and He, Group
-    Normalization, 2018), in float32. The result has the input's dtype. Raises ValueError or TypeError for arguments
-    that do not fit.
+    Normalization, 2018), in float32. The result has the input's dtype and memory format. Raises ValueError or TypeError
+    for arguments that do not fit.
     """
     _check(input, num_groups, weight, bias, eps)
     weight, bias = as_vectors(weight, bias)
-    if not precision.runs_kernels(input):
+    if not _runs_kernels(input):
         return in_reference(reference.group_norm, input, num_groups, weight, bias, eps=eps)
-    return _apply(GroupNormFunction, input, num_groups, weight, bias, 0.0, 0.0, eps)
+    return GroupNormFunction.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
 
 
 def group_norm_hardtanh(
@@ -138,8 +176,34 @@ def group_norm_hardtanh(
     _check(input, num_groups, weight, bias, eps)
     checks.bounds(min_val, max_val)
     weight, bias = as_vectors(weight, bias)
-    if not precision.runs_kernels(input):
+    if not _runs_kernels(input):
         return in_reference(
             reference.group_norm_hardtanh, input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps
         )
-    return _apply(GroupNormHardtanhFunction, input, num_groups, weight, bias, min_val, max_val, eps)
+    scalars = float(min_val), float(max_val), float(eps)
+    return GroupNormHardtanhFunction.apply(input, num_groups, weight, bias, *scalars)
+
+
+def gelu_group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    approximate: str = "none",
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``group_norm(gelu(input, approximate=approximate), num_groups, weight, bias)``; see ``group_norm``.
+
+    gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016) or, for "tanh"
+    in place of "none", the approximation of it that ``torch.nn.functional.gelu`` defines.
+    """
+    _check(input, num_groups, weight, bias, eps)
+    gelu_called(approximate)
+    weight, bias = as_vectors(weight, bias)
+    if not _runs_kernels(input):
+        return in_reference(
+            reference.gelu_group_norm, input, num_groups, weight, bias, approximate=approximate, eps=eps
+        )
+    function = GeluGroupNormFunction if approximate == "none" else GeluTanhGroupNormFunction
+    return function.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))

@@ -48,6 +48,19 @@ def group_norm_hardtanh(
     return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), min_val, max_val)
 
 
+def gelu_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    eps: float = 1e-5,
+) -> Tensor:
+    """group_norm(gelu(input))"""
+    return group_norm(F.gelu(input, approximate=approximate), num_groups, weight, bias, eps=eps)
+
+
 def linear_hardtanh_mish_group_norm(
     input: Tensor,
     weight: Tensor,
@@ -101,3 +114,24 @@ def linear_group_norm_hardtanh(
     rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
     result = group_norm_hardtanh(rows, num_groups, norm_weight, norm_bias, min_val=min_val, max_val=max_val, eps=eps)
     return result.view(*input.shape[:-1], weight.shape[0])
+
+
+def conv_transpose2d_gelu_group_norm(
+    input: Tensor,
+    weight: Tensor,
+    conv_bias: Tensor | None,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    output_padding: int | tuple[int, int] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, int] = 1,
+    approximate: str = "none",
+    eps: float = 1e-5,
+) -> Tensor:
+    """group_norm(gelu(conv_transpose2d(input)))"""
+    z = F.conv_transpose2d(input, weight, conv_bias, stride, padding, output_padding, groups, dilation)
+    return gelu_group_norm(z, num_groups, norm_weight, norm_bias, approximate=approximate, eps=eps)

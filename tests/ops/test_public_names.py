@@ -17,6 +17,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 FUNCTIONS = [
     "bias_hardtanh_mish",
+    "conv_transpose2d_gelu_group_norm",
+    "gelu_group_norm",
     "group_norm",
     "group_norm_hardtanh",
     "linear",
@@ -24,7 +26,12 @@ FUNCTIONS = [
     "linear_group_norm_min",
     "linear_hardtanh_mish_group_norm",
 ]
-MODULES = ["LinearGroupNormHardtanh", "LinearGroupNormMin", "LinearHardtanhMishGroupNorm"]
+MODULES = [
+    "ConvTranspose2dGeluGroupNorm",
+    "LinearGroupNormHardtanh",
+    "LinearGroupNormMin",
+    "LinearHardtanhMishGroupNorm",
+]
 
 
 def python(code: str, *first_on_path: Path) -> subprocess.CompletedProcess:

@@ -1,0 +1,230 @@
+"""L19: transposed 2-D convolution → GELU → GroupNorm, forward and backward."""
+
+import torch
+
+from ops import checks, convolution, operators, precision, reference
+from ops.chain import as_vectors, in_reference
+from ops.convolution import ConvTranspose2dGeometry, memory_format
+from ops.group_norm import as_volume, gelu_called, written_as_volume
+from triton_kernels.wide_group_norm import wide_group_norm, wide_group_norm_backward
+
+
+def _geometry(weight, stride, padding, output_padding, dilation, groups) -> ConvTranspose2dGeometry:
+    """Of the operators' arguments, which are checked already."""
+    pairs = (weight.shape[2:], stride, padding, output_padding, dilation)
+    return ConvTranspose2dGeometry(*(tuple(pair) for pair in pairs), groups)
+
+
+def _normalize(z, norm_weight, norm_bias, num_groups, approximate, eps):
+    """group_norm(gelu(z)) like z, and the groups' means and reciprocal standard deviations [2, B * num_groups]."""
+    output = torch.empty_like(z)
+    with written_as_volume(output) as volume:
+        statistics = wide_group_norm(
+            as_volume(z), num_groups, norm_weight, norm_bias, eps, output=volume, activation=gelu_called(approximate)
+        )
+    return output, statistics
+
+
+def _normalize_backward(gradient, z, statistics, norm_weight, norm_bias, num_groups, approximate):
+    """The gradient at z, like z, and [3, C] those of conv_bias, norm_weight and norm_bias."""
+    z_gradient = torch.empty_like(z)
+    with written_as_volume(z_gradient) as volume:
+        norm_sums = wide_group_norm_backward(
+            as_volume(gradient),
+            as_volume(z),
+            num_groups,
+            norm_weight,
+            norm_bias,
+            0.0,  # eps is in the statistics
+            input_gradient=volume,
+            statistics=statistics,
+            activation=gelu_called(approximate),
+        )
+    return z_gradient, torch.cat([z_gradient.sum((0, 2, 3), dtype=torch.float32)[None], norm_sums])
+
+
+def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
+    *geometry, approximate, eps, training = arguments
+    z = convolution.conv_transpose2d(input, weight, conv_bias, _geometry(weight, *geometry))
+    output, statistics = _normalize(z, norm_weight, norm_bias, num_groups, approximate, eps)
+    return (output, z, statistics) if training else (output, z.new_empty(0), statistics.new_empty(0))
+
+
+def _fake(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
+    *geometry, _, _, training = arguments
+    geometry = _geometry(weight, *geometry)
+    B, C = input.shape[0], weight.shape[1] * geometry.groups
+    output = input.new_empty(B, C, *geometry.output_size(*input.shape[2:]))
+    output = torch.empty_like(output, memory_format=memory_format(input))
+    if not training:
+        return output, output.new_empty(0), output.new_empty(0, dtype=torch.float32)
+    return output, torch.empty_like(output), output.new_empty(2, B * num_groups, dtype=torch.float32)
+
+
+def _convolution_backward(z_gradient, input, weight, *arguments):
+    """The gradients of input and weight; empty where not wanted."""
+    *geometry, input_wanted, weight_wanted = arguments
+    gradients = convolution.conv_transpose2d_gradients(
+        z_gradient, input, weight, _geometry(weight, *geometry), (input_wanted, weight_wanted)
+    )
+    return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _convolution_backward_fake(z_gradient, input, weight, *arguments):
+    return tuple(
+        torch.empty_like(tensor, memory_format=memory_format(tensor)) if wanted else tensor.new_empty(0)
+        for tensor, wanted in zip((input, weight), arguments[-2:], strict=True)
+    )
+
+
+_GEOMETRY = "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups"
+
+_operator = operators.define(
+    "conv_transpose2d_gelu_group_norm(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? norm_weight,"
+    f" Tensor? norm_bias, int num_groups, {_GEOMETRY}, str approximate, float eps, bool training)"
+    " -> (Tensor output, Tensor z, Tensor statistics)",
+    _forward,
+    _fake,
+)
+_normalize_backward_operator = operators.define(
+    "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor z, Tensor statistics, Tensor? norm_weight,"
+    " Tensor? norm_bias, int num_groups, str approximate) -> (Tensor, Tensor)",
+    _normalize_backward,
+    lambda gradient, z, *arguments: (torch.empty_like(z), z.new_empty(3, z.shape[1], dtype=torch.float32)),
+)
+_convolution_backward_operator = operators.define(
+    f"conv_transpose2d_backward(Tensor z_gradient, Tensor input, Tensor weight, {_GEOMETRY}, bool input_wanted,"
+    " bool weight_wanted) -> (Tensor, Tensor)",
+    _convolution_backward,
+    _convolution_backward_fake,
+)
+
+
+def _setup_context(ctx, inputs, outputs):
+    input, weight, conv_bias, norm_weight, norm_bias, ctx.num_groups, *ctx.geometry, ctx.approximate, _, _ = inputs
+    ctx.save_for_backward(input, weight, *outputs[1:], conv_bias, norm_weight, norm_bias)
+
+
+def _backward(ctx, gradient):
+    input, weight, z, statistics, conv_bias, norm_weight, norm_bias = ctx.saved_tensors
+    z_gradient, sums = _normalize_backward_operator(
+        gradient, z, statistics, norm_weight, norm_bias, ctx.num_groups, ctx.approximate
+    )
+    wanted = ctx.needs_input_grad[:2]
+    gradients = [None, None]
+    if any(wanted):
+        gradients = _convolution_backward_operator(z_gradient, input, weight, *ctx.geometry, *wanted)
+        gradients = [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
+    vectors = operators.vector_gradients(sums, (0, conv_bias), (1, norm_weight), (2, norm_bias))
+    return *gradients, *vectors, *[None] * 9
+
+
+ConvTranspose2dGeluGroupNormFunction = operators.differentiable(_operator, _setup_context, _backward)
+
+
+def conv_transpose2d_gelu_group_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    num_groups: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    output_padding: int | tuple[int, int] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, int] = 1,
+    approximate: str = "none",
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``group_norm(gelu(conv_transpose2d(input, weight, conv_bias, ...)), num_groups, norm_weight, norm_bias)``
+
+    input (batch, in_channels, height, width), weight (in_channels, out_channels // groups, kernel_height,
+    kernel_width), the three vectors (out_channels) or None; float32, bfloat16, float16 or float64, all of one dtype
+    outside autocast. ``stride`` and the rest are those of ``torch.nn.functional.conv_transpose2d``, ``approximate``
+    ("none" or "tanh") that of ``torch.nn.functional.gelu``. Returns (batch, out_channels, output_height, output_width)
+    in the input's dtype, or autocast's, and in its memory format. gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks
+    and Gimpel, Gaussian Error Linear Units, 2016). Raises ValueError or TypeError naming an argument that does not fit.
+    """
+    vectors = {"conv_bias": conv_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
+    checks.tensors({"input": input, "weight": weight}, vectors)
+    geometry = convolution.check_conv_transpose2d(input, weight, stride, padding, output_padding, dilation, groups)
+    out_channels = weight.shape[1] * groups
+    checks.vectors(out_channels, **vectors)
+    checks.groups(out_channels, num_groups)
+    checks.epsilon(eps)
+    gelu_called(approximate)
+    dtype = precision.autocast_dtype(input)
+    input, weight = input.to(dtype), weight.to(dtype)
+    conv_bias, norm_weight, norm_bias = as_vectors(conv_bias, norm_weight, norm_bias)
+    if not precision.runs_kernels(input):
+        result = in_reference(
+            reference.conv_transpose2d_gelu_group_norm,
+            input,
+            weight,
+            conv_bias,
+            num_groups,
+            norm_weight,
+            norm_bias,
+            stride=geometry.stride,
+            padding=geometry.padding,
+            output_padding=geometry.output_padding,
+            groups=groups,
+            dilation=geometry.dilation,
+            approximate=approximate,
+            eps=eps,
+        )
+        return result.contiguous(memory_format=memory_format(input))
+    return ConvTranspose2dGeluGroupNormFunction.apply(
+        input,
+        weight,
+        conv_bias,
+        norm_weight,
+        norm_bias,
+        num_groups,
+        geometry.stride,
+        geometry.padding,
+        geometry.output_padding,
+        geometry.dilation,
+        groups,
+        approximate,
+        float(eps),
+        precision.needs_gradient(input, weight, conv_bias, norm_weight, norm_bias),
+    )
+
+
+class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
+    """``group_norm(gelu(conv_transpose(x)))`` with the parameters ``conv_transpose.*`` and ``group_norm.*``.
+
+    ``groups`` is taken and unused, as in the plain model: the convolution has one group.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int],
+        groups: int,
+        num_groups: int,
+    ):
+        super().__init__()
+        self.conv_transpose = torch.nn.ConvTranspose2d(in_channels, out_channels, kernel_size, stride=stride)
+        self.group_norm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_channels)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return conv_transpose2d_gelu_group_norm(
+            input,
+            self.conv_transpose.weight,
+            self.conv_transpose.bias,
+            self.group_norm.num_groups,
+            self.group_norm.weight,
+            self.group_norm.bias,
+            stride=self.conv_transpose.stride,
+            padding=self.conv_transpose.padding,
+            output_padding=self.conv_transpose.output_padding,
+            groups=self.conv_transpose.groups,
+            dilation=self.conv_transpose.dilation,
+            eps=self.group_norm.eps,
+        )

@@ -1,0 +1,169 @@
+"""Transposed 2-D convolutions: geometry, checks, memory format, and what the library does of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ops import checks
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ConvTranspose2dGeometry:
+    """All but the channels of ``torch.nn.functional.conv_transpose2d``; pairs are (height, width)."""
+
+    kernel_size: Pair
+    stride: Pair
+    padding: Pair
+    output_padding: Pair
+    dilation: Pair
+    groups: int
+
+    def output_size(self, height: int, width: int) -> Pair:
+        """Of an image of this size: (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1"""
+        rows, columns = (
+            (size - 1) * self.stride[axis]
+            - 2 * self.padding[axis]
+            + self.dilation[axis] * (self.kernel_size[axis] - 1)
+            + self.output_padding[axis]
+            + 1
+            for axis, size in enumerate((height, width))
+        )
+        return rows, columns
+
+
+def _pair(name: str, value: int | Sequence[int], least: int) -> Pair:
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(values) != 2:
+        raise ValueError(f"{name} must be an int or a pair of ints, got {value}")
+    for number in values:
+        checks.number(name, number, (int, torch.SymInt))
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    return values
+
+
+def check_conv_transpose2d(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    output_padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+) -> ConvTranspose2dGeometry:
+    """The geometry that these arguments make: input (batch, in_channels, height, width), weight (in_channels,
+    out_channels // groups, kernel_height, kernel_width). ValueError or TypeError for those that do not fit."""
+    if input.ndim != 4:
+        raise ValueError(f"input must be 4-D (batch, in_channels, height, width), got shape {tuple(input.shape)}")
+    if weight.ndim != 4:
+        expected = "(in_channels, out_channels // groups, kernel_height, kernel_width)"
+        raise ValueError(f"weight must be 4-D {expected}, got shape {tuple(weight.shape)}")
+    if 0 in weight.shape:
+        raise ValueError(f"weight must have no axis of length 0, got shape {tuple(weight.shape)}")
+    checks.number("groups", groups, (int, torch.SymInt))
+    if groups < 1:
+        raise ValueError(f"groups must be at least 1, got {groups}")
+    in_channels = weight.shape[0]
+    if in_channels % groups != 0:
+        raise ValueError(f"groups must divide weight's {in_channels} in_channels, got {groups}")
+    if input.shape[1] != in_channels:
+        raise ValueError(f"input must have weight's {in_channels} in_channels, got shape {tuple(input.shape)}")
+    geometry = ConvTranspose2dGeometry(
+        (weight.shape[2], weight.shape[3]),
+        _pair("stride", stride, 1),
+        _pair("padding", padding, 0),
+        _pair("output_padding", output_padding, 0),
+        _pair("dilation", dilation, 1),
+        groups,
+    )
+    for extra, step, spread in zip(geometry.output_padding, geometry.stride, geometry.dilation, strict=True):
+        if extra >= step and extra >= spread:
+            raise ValueError(
+                "output_padding must be smaller than stride or dilation, "
+                f"got {output_padding} with stride {stride} and dilation {dilation}"
+            )
+    height, width = input.shape[2:]
+    if height < 1 or width < 1:
+        raise ValueError(f"input must have at least one pixel, got shape {tuple(input.shape)}")
+    rows, columns = geometry.output_size(height, width)
+    if rows < 1 or columns < 1:
+        raise ValueError(
+            f"padding must leave at least one pixel, got {padding}, which makes images of {rows} x {columns}"
+        )
+    return geometry
+
+
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """channels_last where the strides of a 4-D tensor are in that order, as PyTorch's convolutions see it.
+
+    A padded or sliced one is of its format too; where axes of length one leave it open, it is contiguous_format.
+    """
+    least = 0
+    for axis in (1, 3, 2, 0):
+        size, stride = tensor.shape[axis], tensor.stride(axis)
+        if size == 0 or stride == 0 or stride < least or (axis == 0 and least == tensor.stride(1)):
+            return torch.contiguous_format
+        least = stride * size
+    return torch.channels_last
+
+
+@contextmanager
+def deterministic_library() -> Iterator[None]:
+    """Within it cuDNN takes no algorithm that adds up in any order."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+def conv_transpose2d(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: ConvTranspose2dGeometry
+) -> torch.Tensor:
+    """The library's, rounded to the input's dtype, in the input's memory format."""
+    bias = None if bias is None else bias.to(input.dtype)
+    with deterministic_library():
+        z = torch.conv_transpose2d(
+            input,
+            weight,
+            bias,
+            geometry.stride,
+            geometry.padding,
+            geometry.output_padding,
+            geometry.groups,
+            geometry.dilation,
+        )
+    return z.contiguous(memory_format=memory_format(input))
+
+
+def conv_transpose2d_gradients(
+    z_gradient: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    geometry: ConvTranspose2dGeometry,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The library's gradients of input and weight, in their memory formats; None where not wanted."""
+    with deterministic_library():
+        *gradients, _ = torch.ops.aten.convolution_backward(
+            z_gradient,
+            input,
+            weight,
+            None,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            True,
+            geometry.output_padding,
+            geometry.groups,
+            (*wanted, False),
+        )
+    return tuple(
+        gradient.contiguous(memory_format=memory_format(of)) if is_wanted else None
+        for gradient, of, is_wanted in zip(gradients, (input, weight), wanted, strict=True)
+    )
