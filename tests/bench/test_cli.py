@@ -113,6 +113,30 @@ def test_small_run(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["results.json"]
 
 
+def test_small_run_of_the_convolution(tmp_path):
+    """Both memory formats, each beside peers in the same one; the linear chains' options pass it by."""
+    path = tmp_path / "results.json"
+    arguments = ["--chains", "l19", "--dtypes", "float32,bfloat16", "--precisions", "highest,high,medium"]
+    arguments += ["--convolution-shapes", "2x8x16x4x5x3", "--peers", "library,eager", "--json", path]
+    result = python("-m", "bench", *arguments)
+    assert "L19 float32 highest training 2x8x16x4x5x3 channels_last" in result.stdout
+    assert "RED" not in result.stdout
+    rows = json.loads(path.read_text())["rows"]
+    cells = [(row["dtype"], row["precision"], row["mode"], row["memory_format"]) for row in rows[::3]]
+    assert cells == [
+        (dtype, precision, mode, memory_format)
+        for dtype, precision in (("float32", "highest"), ("float32", "high"), ("bfloat16", None))
+        for mode in ("forward", "training")
+        for memory_format in ("contiguous", "channels_last")
+    ]
+    for row in rows:
+        assert (row["chain"], row["shape"], row["product"]) == ("L19", "2x8x16x4x5x3", "convolution")
+        assert (row["best_pytorch"], row["checked_samples"]) == ("eager", 2)
+        assert row["median_us"] > 0 and row["ratio"] > 0 and row["ours_to_best_pytorch"] > 0
+    tensors = {"output", "d_input", "d_weight", "d_conv_bias", "d_norm_weight", "d_norm_bias"}
+    assert set(rows[0]["errors"]) == {"output"} and set(rows[-1]["errors"]) == tensors
+
+
 #: A chain that is 1% wrong.
 WRONG = """
 import os, sys
