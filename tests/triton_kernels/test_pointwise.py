@@ -14,8 +14,7 @@ FUNCTIONS = {
     "identity": (IDENTITY, lambda z, low, high: z.clone()),
     "hardtanh": (HARDTANH, F.hardtanh),
     "hardtanh_mish": (HARDTANH_MISH, lambda z, low, high: F.mish(F.hardtanh(z, low, high))),
-    # NaN for the positive infinity too, as 0 * z makes it: what follows is a norm, which makes NaN of it anyway.
-    "gelu": (GELU, lambda z, low, high: F.gelu(z) + 0 * z),
+    "gelu": (GELU, lambda z, low, high: F.gelu(z)),
     # PyTorch's gradient of it overflows to NaN from about 1e19; in float64 it does not.
     "gelu_tanh": (GELU_TANH, lambda z, low, high: F.gelu(z.double(), approximate="tanh").to(z.dtype)),
 }
