@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from tests.chains import BIAS_HARDTANH_MISH, GROUP_NORM, GROUP_NORM_HARDTANH, L75, Chain, doubled, tensors_of
+from tests.chains import BIAS_HARDTANH_MISH, L75, Chain, doubled, tensors_of
 
 FACTOR = 1.1
 _NEIGHBOURS = 3
@@ -60,7 +60,7 @@ def _over_output(chain: Chain, samples: torch.Tensor, output: torch.Tensor) -> t
     """``samples`` in a shape that broadcasts over the chain's output."""
     if chain is BIAS_HARDTANH_MISH:
         return samples.view(output.shape)
-    if chain in (GROUP_NORM, GROUP_NORM_HARDTANH):
+    if chain.has_images:
         return samples.view(-1, *[1] * (output.ndim - 1))
     if chain is L75:
         return samples.view(1, 1, -1, 1) if output.ndim == 4 else samples.view(-1, 1)
@@ -130,7 +130,7 @@ def check(chain: Chain, arguments: dict, grad_output: torch.Tensor | None = None
 def _independent_samples(chain: Chain, input: torch.Tensor) -> int:
     if 0 in input.stride()[:-1]:
         return 1
-    if chain in (GROUP_NORM, GROUP_NORM_HARDTANH):
+    if chain.has_images:
         return max(1, input.shape[0])
     rows = max(1, math.prod(input.shape[:-1]))
     return min(rows, input.shape[-1] ** 2) if chain.is_linear else rows

@@ -51,6 +51,10 @@ def plain_group_norm_hardtanh(input, num_groups, weight=None, bias=None, min_val
     return hardtanh(_norm(input, num_groups, weight, bias, eps), min_val, max_val)
 
 
+def plain_gelu_group_norm(input, num_groups, weight=None, bias=None, approximate="none", eps=1e-5):
+    return _norm(F.gelu(input, approximate=approximate), num_groups, weight, bias, eps)
+
+
 def plain_linear_hardtanh_mish_group_norm(
     input, weight, linear_bias, bias, num_groups, norm_weight=None, norm_bias=None, min_val=-1.0, max_val=1.0, eps=1e-5
 ):
@@ -71,6 +75,25 @@ def plain_linear_group_norm_hardtanh(
     z = F.linear(input, weight, linear_bias)
     normalized = _norm(_rows(z), num_groups, norm_weight, norm_bias, eps).view(z.shape)
     return hardtanh(normalized, min_val, max_val)
+
+
+def plain_conv_transpose2d_gelu_group_norm(
+    input,
+    weight,
+    conv_bias,
+    num_groups,
+    norm_weight=None,
+    norm_bias=None,
+    stride=1,
+    padding=0,
+    output_padding=0,
+    groups=1,
+    dilation=1,
+    approximate="none",
+    eps=1e-5,
+):
+    z = F.conv_transpose2d(input, weight, conv_bias, stride, padding, output_padding, groups, dilation)
+    return _norm(F.gelu(z, approximate=approximate), num_groups, norm_weight, norm_bias, eps)
 
 
 def _before_bias_hardtanh_mish(arguments):
@@ -118,6 +141,11 @@ class Chain:
     def has_bounds(self) -> bool:
         return "hardtanh" in self.name
 
+    @property
+    def has_images(self) -> bool:
+        """Whether it takes (batch, channels, *), a sample being all of a batch's element."""
+        return self in (*NORMS, L19)
+
 
 LINEAR = Chain("linear", plain_linear, vectors=("bias",))
 BIAS_HARDTANH_MISH = Chain(
@@ -127,6 +155,7 @@ GROUP_NORM = Chain("group_norm", plain_group_norm, vectors=("weight", "bias"))
 GROUP_NORM_HARDTANH = Chain(
     "group_norm_hardtanh", plain_group_norm_hardtanh, _before_group_norm_hardtanh, vectors=("weight", "bias")
 )
+GELU_GROUP_NORM = Chain("gelu_group_norm", plain_gelu_group_norm, vectors=("weight", "bias"))
 L94 = Chain(
     "linear_hardtanh_mish_group_norm",
     plain_linear_hardtanh_mish_group_norm,
@@ -145,9 +174,16 @@ L30 = Chain(
     _before_linear_group_norm,
     vectors=("linear_bias", "norm_weight", "norm_bias"),
 )
+L19 = Chain(
+    "conv_transpose2d_gelu_group_norm",
+    plain_conv_transpose2d_gelu_group_norm,
+    vectors=("conv_bias", "norm_weight", "norm_bias"),
+)
 
 LINEAR_CHAINS = (L94, L75, L30)
-BLOCKS = (LINEAR, BIAS_HARDTANH_MISH, GROUP_NORM, GROUP_NORM_HARDTANH)
+NORMS = (GROUP_NORM, GROUP_NORM_HARDTANH, GELU_GROUP_NORM)
+BLOCKS = (LINEAR, BIAS_HARDTANH_MISH, *NORMS)
+#: All but L19, whose arguments are images.
 CHAINS = LINEAR_CHAINS + BLOCKS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -159,13 +195,19 @@ def chain_id(value) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes: ``rows`` x ``depth`` by ``depth`` x ``groups * group_size``; ``pixels`` are a norm's further axes."""
+    """Sizes: ``rows`` x ``depth`` by ``depth`` x ``groups * group_size``; ``pixels`` are a norm's further axes.
+
+    For L19 ``rows`` images of ``depth`` channels, and ``groups * group_size`` channels behind the convolution.
+    """
 
     rows: int
     depth: int
     groups: int
     group_size: int
     pixels: tuple[int, ...] = ()
+    #: of L19's weight: height, width, and groups of the convolution
+    kernel: tuple[int, int] = (3, 3)
+    conv_groups: int = 1
 
     @property
     def channels(self) -> int:
@@ -215,12 +257,19 @@ def make_arguments(
         arguments["input"] = draw((problem.rows, K), kind, dtype, generator)
         # A power of two, so that "exact" products stay exact.
         arguments["weight"] = draw((N, K), kind, dtype, generator) * 2.0 ** -round(math.log2(max(1, K)) / 2)
+    elif chain is L19:
+        arguments["input"] = draw((problem.rows, K, *(problem.pixels or (4, 5))), kind, dtype, generator)
+        terms = K // problem.conv_groups * math.prod(problem.kernel)
+        weight = draw((K, N // problem.conv_groups, *problem.kernel), kind, dtype, generator)
+        arguments["weight"] = weight * 2.0 ** -round(math.log2(terms) / 2)
     else:
         arguments["input"] = draw((problem.rows, N, *problem.pixels), kind, dtype, generator)
     if chain is BIAS_HARDTANH_MISH:
         arguments["input"] = arguments["input"].movedim(1, -1)
     if chain.has_groups:
         arguments["num_groups"] = problem.groups
+    if chain is L19 and problem.conv_groups != 1:
+        arguments["groups"] = problem.conv_groups
     for name in chain.vectors:
         shape = (1, N, 1, 1) if chain is L75 and name == "bias" else (N,)
         vector = draw(shape, "exact" if kind == "exact" else "normal", torch.float32, generator)

@@ -19,6 +19,7 @@ from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
     DTYPES,
+    GELU_GROUP_NORM,
     GROUP_NORM,
     GROUP_NORM_HARDTANH,
     L30,
@@ -27,6 +28,7 @@ from tests.chains import (
     LAYOUTS,
     LINEAR,
     LINEAR_CHAINS,
+    NORMS,
     Problem,
     chain_id,
     doubled,
@@ -46,6 +48,7 @@ TARGETS = {
     BIAS_HARDTANH_MISH: Problem(1024, 8192, 8192, 1),
     GROUP_NORM: Problem(1024, 8192, 256, 32),
     GROUP_NORM_HARDTANH: Problem(1024, 8192, 16, 512),
+    GELU_GROUP_NORM: Problem(1024, 8192, 256, 32),
 }
 TARGET_BOUNDS = {L94: (-1.0, 1.0), BIAS_HARDTANH_MISH: (-1.0, 1.0), L30: (-2.0, 2.0), GROUP_NORM_HARDTANH: (-2.0, 2.0)}
 #: Rows are long here: where fewer than this share of the samples is free of elements near a jump, jumps are compared.
@@ -143,7 +146,7 @@ def test_small_transposed(chain):
 
 
 @by_dtype
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_small_pixels(chain, dtype):
     """Partial statistics and their merge."""
     check(chain, arguments_of(chain, Problem(rows=5, depth=1, groups=3, group_size=4, pixels=(5, 3)), dtype))
@@ -243,7 +246,7 @@ def test_group_wider_than_registers(chain):
     ],
     ids=["32x64x56x56", "64x20000", "600x3x7x5x3", "2x24x301x299"],
 )
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_group_norm_of_images(chain, problem, dtype):
     check_training(chain, arguments_of(chain, problem, dtype))
 

@@ -7,13 +7,12 @@ from tests.accuracy import check, draw_grad_output, run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
-    GROUP_NORM,
-    GROUP_NORM_HARDTANH,
     L30,
     L75,
     L94,
     LAYOUTS,
     LINEAR,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -88,7 +87,7 @@ def test_scalar_grad_output(chain):
     check(chain, arguments, torch.full((), 0.75).expand(output.shape))
 
 
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_channels_last(chain):
     problem = Problem(rows=3, depth=1, groups=2, group_size=4, pixels=(5, 6))
     arguments = make_arguments(chain, problem, torch.float32)

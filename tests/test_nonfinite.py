@@ -15,12 +15,11 @@ from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
     DTYPES,
-    GROUP_NORM,
-    GROUP_NORM_HARDTANH,
     L30,
     L75,
     L94,
     LINEAR,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -120,7 +119,7 @@ def test_one_element_of_grad_output(chain, value, dtype):
         assert_same_places(ours[name], theirs[name], name)
 
 
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 @pytest.mark.parametrize("value", VALUES)
 def test_pixels(chain, value):
     problem = Problem(rows=3, depth=1, groups=2, group_size=4, pixels=(5, 6))

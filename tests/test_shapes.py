@@ -14,13 +14,12 @@ from tests.chains import (
     BLOCKS,
     CHAINS,
     DTYPES,
-    GROUP_NORM,
-    GROUP_NORM_HARDTANH,
     L30,
     L75,
     L94,
     LINEAR,
     LINEAR_CHAINS,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -52,19 +51,19 @@ def test_any_sizes(chain, dtype, problem, seed, data):
 
 @by_dtype
 @pytest.mark.parametrize("group_size", [1, 10, 16, 32, 48, 512])
-@pytest.mark.parametrize("chain", [L94, L75, L30, GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", [L94, L75, L30, *NORMS], ids=chain_id)
 def test_group_sizes(chain, group_size, dtype):
     groups = 2 if group_size == 512 else 11
     check(chain, make_arguments(chain, Problem(rows=37, depth=45, groups=groups, group_size=group_size), dtype))
 
 
 @pytest.mark.parametrize("channels", [1, 7, 64, 257, 1000])
-@pytest.mark.parametrize("chain", [L94, L75, L30, GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", [L94, L75, L30, *NORMS], ids=chain_id)
 def test_one_group(chain, channels):
     check(chain, make_arguments(chain, Problem(rows=23, depth=19, groups=1, group_size=channels), torch.bfloat16))
 
 
-@pytest.mark.parametrize("chain", [L94, L75, L30, GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", [L94, L75, L30, *NORMS], ids=chain_id)
 def test_group_wider_than_registers(chain):
     """8192 channels are what one program holds; a group of 8200 takes the way of partial statistics."""
     check(chain, make_arguments(chain, Problem(rows=2, depth=5, groups=1, group_size=8200), torch.float32))
@@ -101,7 +100,7 @@ def test_leading_dimensions(chain, leading):
 
 @by_dtype
 @pytest.mark.parametrize("pixels", [(1,), (7,), (5, 3), (2, 3, 4), (41, 37)])
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_pixels(chain, pixels, dtype):
     problem = Problem(rows=5, depth=1, groups=3, group_size=4, pixels=pixels)
     check(chain, make_arguments(chain, problem, dtype))
@@ -134,7 +133,7 @@ def test_minimum_with_a_bias_of_no_channels(groups, group_size):
         assert torch.equal(results[name], torch.zeros_like(tensor)), name
 
 
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_no_pixels(chain):
     arguments = make_arguments(chain, Problem(rows=3, depth=1, groups=2, group_size=4, pixels=(0, 5)), torch.float32)
     results = run(chain.function, arguments, torch.empty(3, 8, 0, 5))

@@ -17,6 +17,7 @@ from tests.chains import (
     BIAS_HARDTANH_MISH,
     BLOCKS,
     CHAINS,
+    GELU_GROUP_NORM,
     GROUP_NORM,
     GROUP_NORM_HARDTANH,
     L30,
@@ -24,6 +25,7 @@ from tests.chains import (
     L94,
     LINEAR,
     LINEAR_CHAINS,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -35,7 +37,6 @@ GROUPED = tuple(chain for chain in CHAINS if chain.has_groups)
 BOUNDED = tuple(chain for chain in CHAINS if chain.has_bounds)
 MULTIPLYING = (*LINEAR_CHAINS, LINEAR)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-NORMS = (GROUP_NORM, GROUP_NORM_HARDTANH)
 
 
 class NothingRuns(TorchDispatchMode):
@@ -246,6 +247,7 @@ def test_eps_is_no_number(chain, eps):
         (BIAS_HARDTANH_MISH, "input bias"),
         (GROUP_NORM, "input num_groups weight bias"),
         (GROUP_NORM_HARDTANH, "input num_groups weight bias"),
+        (GELU_GROUP_NORM, "input num_groups weight bias"),
     ],
     ids=chain_id,
 )

@@ -14,11 +14,10 @@ from tests.accuracy import FACTOR, draw_grad_output, neighbour, run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
-    GROUP_NORM,
-    GROUP_NORM_HARDTANH,
     L75,
     LINEAR,
     LINEAR_CHAINS,
+    NORMS,
     Problem,
     chain_id,
     doubled,
@@ -77,9 +76,7 @@ def test_accuracy(chain, way, backward):
     """
     rounded = make_arguments(chain, PROBLEM, torch.bfloat16)
     grad_output = draw_grad_output(chain, rounded)
-    arguments = {
-        name: value.float() if isinstance(value, torch.Tensor) else value for name, value in rounded.items()
-    }
+    arguments = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in rounded.items()}
     with torch.autocast("cpu", torch.bfloat16, enabled=backward == "inside"):
         ours = run(autocast(chain.function), arguments, grad_output)
         theirs = run(autocast(chain.plain), arguments, grad_output)
@@ -88,9 +85,7 @@ def test_accuracy(chain, way, backward):
     nearby = [neighbour(rounded, seed) for seed in range(3)]
     nearby = [{k: v.float() if isinstance(v, torch.Tensor) else v for k, v in each.items()} for each in nearby]
     chances = [
-        errors_of(
-            run(autocast(chain.plain), each, grad_output), run(chain.plain, doubled(each), grad_output.double())
-        )
+        errors_of(run(autocast(chain.plain), each, grad_output), run(chain.plain, doubled(each), grad_output.double()))
         for each in nearby
     ]
     failures = []
@@ -109,9 +104,7 @@ def test_accuracy(chain, way, backward):
 def test_same_as_without_on_rounded_arguments(chain):
     """Autocast is a cast of the matrices and nothing else."""
     rounded = make_arguments(chain, SMALL, torch.bfloat16)
-    arguments = {
-        name: value.float() if isinstance(value, torch.Tensor) else value for name, value in rounded.items()
-    }
+    arguments = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in rounded.items()}
     grad_output = draw_grad_output(chain, rounded)
     expected = run(chain.function, rounded, grad_output)
     results = run(autocast(chain.function), arguments, grad_output)
@@ -130,7 +123,7 @@ def test_float64_stays(chain, way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=chain_id)
-@pytest.mark.parametrize("chain", [BIAS_HARDTANH_MISH, GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", [BIAS_HARDTANH_MISH, *NORMS], ids=chain_id)
 def test_blocks_without_a_product_keep_their_dtype(chain, dtype, way):
     """As PyTorch's autocast does on the CPU: hardtanh, mish and group norm run in the dtype that comes."""
     arguments = make_arguments(chain, SMALL, dtype)

@@ -7,10 +7,9 @@ from tests.accuracy import draw_grad_output, run
 from tests.chains import (
     CHAINS,
     DTYPES,
-    GROUP_NORM,
-    GROUP_NORM_HARDTANH,
     L75,
     LINEAR_CHAINS,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -42,12 +41,12 @@ def test_two_calls(chain, dtype):
     run_twice(chain, make_arguments(chain, Problem(rows=18, depth=24, groups=17, group_size=4), dtype))
 
 
-@pytest.mark.parametrize("chain", [*LINEAR_CHAINS, GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", [*LINEAR_CHAINS, *NORMS], ids=chain_id)
 def test_two_calls_of_wide_groups(chain):
     run_twice(chain, make_arguments(chain, Problem(rows=5, depth=20, groups=2, group_size=300), torch.float32))
 
 
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_two_calls_with_pixels(chain):
     problem = Problem(rows=2, depth=1, groups=2, group_size=5, pixels=(13, 11))
     run_twice(chain, make_arguments(chain, problem, torch.float32))

@@ -14,6 +14,7 @@ from tests.chains import (
     L30,
     L94,
     LINEAR,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -83,7 +84,7 @@ def test_bounds(chain, bounds):
 
 @pytest.mark.parametrize("pixels", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("absent", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH], ids=chain_id)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_pixels(chain, absent, pixels):
     problem = Problem(rows=2, depth=1, groups=2, group_size=2, pixels=pixels)
     gradcheck(chain, make_arguments(chain, problem, torch.float64, absent=absent))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import ops
 from tests.accuracy import draw_grad_output, run
-from tests.chains import CHAINS, GROUP_NORM, GROUP_NORM_HARDTANH, L75, Problem, chain_id, make_arguments, tensors_of
+from tests.chains import CHAINS, L75, NORMS, Problem, chain_id, make_arguments, tensors_of
 
 by_chain = pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -50,7 +50,7 @@ def test_one_sample_of_groups_of_one(chain):
     assert torch.equal(chain.function(**arguments), expected)
 
 
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH, L75], ids=chain_id)
+@pytest.mark.parametrize("chain", [*NORMS, L75], ids=chain_id)
 def test_no_rows(chain):
     arguments = make_arguments(chain, Problem(0, 24, 4, 8), torch.float64)
     output = chain.function(**arguments)

@@ -5,15 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.chains import (
-    BIAS_HARDTANH_MISH,
+    BLOCKS,
     CHAINS,
     DTYPES,
-    GROUP_NORM,
-    GROUP_NORM_HARDTANH,
     L30,
     L75,
     L94,
-    LINEAR,
     LINEAR_CHAINS,
     Problem,
     chain_id,
@@ -28,7 +25,7 @@ PROBLEMS = (
     Problem(rows=19, depth=16, groups=2, group_size=300),
 )
 #: How many tensors of batch x channels elements are kept besides arguments.
-KEPT = {L94: 1, L30: 1, L75: 0, LINEAR: 0, BIAS_HARDTANH_MISH: 0, GROUP_NORM: 0, GROUP_NORM_HARDTANH: 0}
+KEPT = {L94: 1, L30: 1, **dict.fromkeys((L75, *BLOCKS), 0)}
 
 by_chain = pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)

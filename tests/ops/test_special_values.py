@@ -18,6 +18,7 @@ from tests.chains import (
     L94,
     LINEAR,
     LINEAR_CHAINS,
+    NORMS,
     Problem,
     chain_id,
     make_arguments,
@@ -25,7 +26,7 @@ from tests.chains import (
 )
 
 SMALL = Problem(rows=5, depth=16, groups=4, group_size=8)
-NORMED = (L94, L75, L30, GROUP_NORM, GROUP_NORM_HARDTANH)
+NORMED = (*LINEAR_CHAINS, *NORMS)
 #: Groups in a tile of the product, and many; groups that no tile holds; groups wider than a tile.
 GROUPINGS = (Problem(5, 16, 17, 4), Problem(5, 13, 3, 10), Problem(3, 16, 2, 150))
 
@@ -319,7 +320,7 @@ def test_extreme_data(chain, kind):
 
 
 @by_dtype
-@pytest.mark.parametrize("chain", [GROUP_NORM, GROUP_NORM_HARDTANH, *LINEAR_CHAINS], ids=chain_id)
+@pytest.mark.parametrize("chain", [*NORMS, *LINEAR_CHAINS], ids=chain_id)
 def test_mean_far_from_zero(chain, dtype):
     """A variance as mean square minus squared mean would have nothing left here."""
     arguments = make_arguments(chain, Problem(rows=12, depth=24, groups=3, group_size=20), dtype)
