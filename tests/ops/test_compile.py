@@ -106,6 +106,13 @@ def vectors(count, present=True):
     return [random(32 + i)[:32].clone() if present else None for i in range(count)]
 
 
+L19_OPERATORS = (
+    "conv_transpose2d_gelu_group_norm",
+    "conv_transpose2d_gelu_group_norm_backward",
+    "conv_transpose2d_backward",
+)
+
+
 def samples():
     """For each operator, lists of arguments: contiguous tensors, with and without vectors."""
     M, K, C, G, S = 3, 16, 32, 4, 2
@@ -141,6 +148,19 @@ def samples():
         result[f"{name}_backward"] = [
             [volume_gradient, volume, G, *vectors(2, present), *bounds, eps] for present in (True, False)
         ]
+    kernel, statistics = random(K, C // 2, 3, 2) / 4, random(2, M * G).abs()
+    geometry = ([2, 1], [1, 0], [1, 0], [1, 2], 2)
+    for name in L19_OPERATORS:
+        result[name] = []
+    for approximate, format in (("none", torch.contiguous_format), ("tanh", torch.channels_last)):
+        image, convolved = (random(*shape).to(memory_format=format) for shape in ((M, K, 4, 5), (M, C, 8, 7)))
+        forward, norm_backward, backward = (result[name] for name in L19_OPERATORS)
+        for present, training in presence_and_training:
+            forward.append([image, kernel, *vectors(3, present), G, *geometry, approximate, eps, training])
+        for present in (True, False):
+            norm_backward.append([convolved + 1, convolved, statistics, *vectors(2, present), G, approximate])
+        for wanted in ((True, True), (True, False), (False, True)):
+            backward.append([convolved, image, kernel, *geometry, *wanted])
     for name in ("linear_hardtanh_mish_group_norm", "linear_group_norm_hardtanh"):
         result[name] = [
             [input, weight, *vectors(2, present), G, *vectors(2, present), *bounds, eps, training]
