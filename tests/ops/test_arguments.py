@@ -15,11 +15,11 @@ from ops import precision
 from tests.accuracy import run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
-    BLOCKS,
     CHAINS,
     GELU_GROUP_NORM,
     GROUP_NORM,
     GROUP_NORM_HARDTANH,
+    L19,
     L30,
     L75,
     L94,
@@ -33,7 +33,8 @@ from tests.chains import (
 )
 
 PROBLEM = Problem(rows=4, depth=8, groups=2, group_size=3)
-GROUPED = tuple(chain for chain in CHAINS if chain.has_groups)
+EVERY = (*CHAINS, L19)
+GROUPED = tuple(chain for chain in EVERY if chain.has_groups)
 BOUNDED = tuple(chain for chain in CHAINS if chain.has_bounds)
 MULTIPLYING = (*LINEAR_CHAINS, LINEAR)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -72,7 +73,7 @@ def optional_vectors(*chains):
 
 @pytest.mark.parametrize(
     "chain, name",
-    [(chain, name) for chain in CHAINS for name in tensors_of(make_arguments(chain, PROBLEM, torch.float32))],
+    [(chain, name) for chain in EVERY for name in tensors_of(make_arguments(chain, PROBLEM, torch.float32))],
 )
 class TestTensors:
     """What every tensor argument of every function must be."""
@@ -114,12 +115,12 @@ class TestTensors:
         check_refused(chain, {name: arguments[name].bfloat16()}, TypeError, message)
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
+@pytest.mark.parametrize("chain", EVERY, ids=chain_id)
 def test_no_input(chain):
     check_refused(chain, {"input": None}, TypeError, "input must be a torch.Tensor, got NoneType")
 
 
-@pytest.mark.parametrize("chain", MULTIPLYING, ids=chain_id)
+@pytest.mark.parametrize("chain", [*MULTIPLYING, L19], ids=chain_id)
 def test_no_weight(chain):
     """Only the vectors may be None."""
     check_refused(chain, {"weight": None}, TypeError, "weight must be a torch.Tensor, got NoneType")
@@ -167,7 +168,7 @@ def test_norm_input_dimensions(chain, shape):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (7,), (6, 1), (2, 6), (3, 2), (0,)], ids=str)
-@pytest.mark.parametrize("chain, name", optional_vectors(*CHAINS))
+@pytest.mark.parametrize("chain, name", optional_vectors(*EVERY))
 def test_vector_shapes(chain, name, shape):
     """PyTorch's addition would broadcast some of these."""
     check_refused(chain, {name: torch.ones(shape)}, ValueError, f"{name} must have shape (6,), got {shape}")
@@ -245,6 +246,7 @@ def test_eps_is_no_number(chain, eps):
         (L30, "input weight linear_bias num_groups norm_weight norm_bias"),
         (LINEAR, "input weight bias"),
         (BIAS_HARDTANH_MISH, "input bias"),
+        (L19, "input weight conv_bias num_groups norm_weight norm_bias"),
         (GROUP_NORM, "input num_groups weight bias"),
         (GROUP_NORM_HARDTANH, "input num_groups weight bias"),
         (GELU_GROUP_NORM, "input num_groups weight bias"),
@@ -290,7 +292,7 @@ def test_bounds_beyond_the_dtype_are_fine(chain, dtype, monkeypatch):
             assert torch.equal(far[name], expected[name]), name
 
 
-@pytest.mark.parametrize("chain, name", optional_vectors(*LINEAR_CHAINS, *BLOCKS))
+@pytest.mark.parametrize("chain, name", optional_vectors(*EVERY))
 def test_vectors_may_have_leading_ones(chain, name):
     arguments = make_arguments(chain, PROBLEM, torch.float32)
     expected = chain.function(**arguments)
