@@ -22,6 +22,7 @@ from tests.chains import (
     GELU_GROUP_NORM,
     GROUP_NORM,
     GROUP_NORM_HARDTANH,
+    L19,
     L30,
     L75,
     L94,
@@ -153,6 +154,18 @@ def test_small_pixels(chain, dtype):
     check(chain, arguments_of(chain, Problem(rows=2, depth=1, groups=1, group_size=3, pixels=(41, 37)), dtype))
 
 
+@by_dtype
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("geometry", [{}, {"stride": 2, "padding": 1, "approximate": "tanh"}], ids=str)
+def test_small_images(geometry, format, dtype):
+    """Statistics of several blocks of a group, in both memory formats."""
+    arguments = arguments_of(L19, Problem(rows=6, depth=16, groups=4, group_size=8, pixels=(19, 23)), dtype)
+    arguments.update(geometry, input=arguments["input"].contiguous(memory_format=format))
+    check(L19, arguments)
+    check_inference(L19, arguments)
+    assert L19.function(**arguments).is_contiguous(memory_format=format)
+
+
 @by_linear_chain
 def test_small_inference(chain):
     check_inference(chain, arguments_of(chain, Problem(rows=40, depth=48, groups=6, group_size=16), torch.bfloat16))
@@ -249,6 +262,14 @@ def test_group_wider_than_registers(chain):
 @pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_group_norm_of_images(chain, problem, dtype):
     check_training(chain, arguments_of(chain, problem, dtype))
+
+
+def test_group_of_more_blocks_than_y_takes():
+    """65536 blocks of 4096 values, and a last one that is not full."""
+    input = torch.randn(1, 1, 2**28 + 999, device=DEVICE, dtype=torch.bfloat16).add_(3.0)
+    output = ops.group_norm(input, 1)
+    std, mean = torch.std_mean(output[0, 0], correction=0)
+    assert mean.abs() < 1e-2 and (std - 1).abs() < 1e-2 and output[0, 0, -1].isfinite()
 
 
 def test_many_rows_of_minima():

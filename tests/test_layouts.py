@@ -96,6 +96,18 @@ def test_channels_last(chain):
     check(chain, arguments, grad_output)
 
 
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
+def test_strides_of_the_result(chain):
+    """It has those of the input, if that is dense, as element-wise operations' results have; and so has the gradient."""
+    arguments = make_arguments(chain, Problem(3, 1, 2, 4, pixels=(4, 5, 2)), torch.float32)
+    input, expected = arguments["input"], chain.function(**arguments)
+    for order in ((0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (4, 1, 0, 3, 2), (1, 0, 4, 2, 3)):
+        arguments["input"] = input.permute(order).contiguous().permute([order.index(axis) for axis in range(5)])
+        results = run(chain.function, arguments, torch.randn(input.shape))
+        assert results["output"].stride() == results["input"].stride() == arguments["input"].stride()
+        assert torch.equal(results["output"], expected)
+
+
 @pytest.mark.parametrize("chain", [L94, L30, LINEAR, BIAS_HARDTANH_MISH], ids=chain_id)
 def test_permuted_leading_dimensions(chain):
     """(batch, sequence, features) out of (sequence, batch, features): no view of it is a matrix."""

@@ -141,6 +141,16 @@ def test_no_pixels(chain):
     assert not results["weight"].any() and not results["bias"].any()
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (2, 0, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("chain", NORMS, ids=chain_id)
+def test_no_channels(chain, shape):
+    """Nothing, of the input's shape, with and without vectors, and a gradient."""
+    for vector in (None, torch.empty(0)):
+        arguments = {"input": torch.empty(shape), "num_groups": 1, "weight": vector, "bias": vector}
+        results = run(chain.function, arguments, torch.empty(shape))
+        assert results["output"].shape == results["input"].shape == shape
+
+
 @pytest.mark.parametrize("chain", LINEAR_CHAINS + BLOCKS, ids=chain_id)
 def test_gradients_only_where_asked_for(chain):
     """Each tensor alone may want a gradient; it is the one that it gets among all."""

@@ -185,18 +185,6 @@ def test_memory_format_in_float64(format):
     assert L19.function(**arguments).is_contiguous(memory_format=format)
 
 
-@by_approximation
-def test_gelu_group_norm_keeps_strides(approximate):
-    """Those of any dense tensor, as element-wise operations do; and so does its gradient."""
-    values = torch.randn(3, 8, 4, 5, 2)
-    for order in ((0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (4, 1, 0, 3, 2), (1, 0, 4, 2, 3)):
-        input = values.permute(order).contiguous().permute([order.index(axis) for axis in range(5)])
-        arguments = {"input": input, "num_groups": 2, "approximate": approximate}
-        results = run(ops.gelu_group_norm, arguments, torch.randn(values.shape))
-        assert results["output"].stride() == results["input"].stride() == input.stride()
-        assert torch.equal(results["output"], ops.gelu_group_norm(values, 2, approximate=approximate))
-
-
 def test_scalar_grad_output():
     """What ``output.sum().backward()`` sends: one number at stride 0 throughout."""
     arguments = arguments_of()
