@@ -98,7 +98,7 @@ def test_channels_last(chain):
 
 @pytest.mark.parametrize("chain", NORMS, ids=chain_id)
 def test_strides_of_the_result(chain):
-    """It has those of the input, if that is dense, as element-wise operations' results have; and so has the gradient."""
+    """Those of the input, if that is dense, as element-wise operations' results have; and the gradient's are too."""
     arguments = make_arguments(chain, Problem(3, 1, 2, 4, pixels=(4, 5, 2)), torch.float32)
     input, expected = arguments["input"], chain.function(**arguments)
     for order in ((0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (4, 1, 0, 3, 2), (1, 0, 4, 2, 3)):
