@@ -2,11 +2,18 @@
 
 import torch
 
-from ops import checks, convolution, operators, precision, reference
+from ops import checks, convolution, direct_convolution, operators, precision, reference
 from ops.chain import as_vectors, in_reference
 from ops.convolution import ConvTranspose2dGeometry, memory_format
-from ops.group_norm import as_volume, gelu_called, written_as_volume
-from triton_kernels.wide_group_norm import wide_group_norm, wide_group_norm_backward
+from ops.group_norm import gelu_called
+from triton_kernels.column_sums import column_sums
+from triton_kernels.image_group_norm import (
+    ImageNormConfig,
+    image_group_norm,
+    image_group_norm_backward,
+    image_statistics,
+)
+from triton_kernels.pointwise import COARSE_GELU, GELU, Pointwise
 
 
 def _geometry(weight, stride, padding, output_padding, dilation, groups) -> ConvTranspose2dGeometry:
@@ -15,38 +22,33 @@ def _geometry(weight, stride, padding, output_padding, dilation, groups) -> Conv
     return ConvTranspose2dGeometry(*(tuple(pair) for pair in pairs), groups)
 
 
-def _normalize(z, norm_weight, norm_bias, num_groups, approximate, eps):
-    """group_norm(gelu(z)) like z, and the groups' means and reciprocal standard deviations [2, B * num_groups]."""
-    output = torch.empty_like(z)
-    with written_as_volume(output) as volume:
-        statistics = wide_group_norm(
-            as_volume(z), num_groups, norm_weight, norm_bias, eps, output=volume, activation=gelu_called(approximate)
-        )
-    return output, statistics
-
-
-def _normalize_backward(gradient, z, statistics, norm_weight, norm_bias, num_groups, approximate):
-    """The gradient at z, like z, and [3, C] those of conv_bias, norm_weight and norm_bias."""
-    z_gradient = torch.empty_like(z)
-    with written_as_volume(z_gradient) as volume:
-        norm_sums = wide_group_norm_backward(
-            as_volume(gradient),
-            as_volume(z),
-            num_groups,
-            norm_weight,
-            norm_bias,
-            0.0,  # eps is in the statistics
-            input_gradient=volume,
-            statistics=statistics,
-            activation=gelu_called(approximate),
-        )
-    return z_gradient, torch.cat([z_gradient.sum((0, 2, 3), dtype=torch.float32)[None], norm_sums])
+def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
+    """GELU; exact to the digits that 16-bit numbers have, where they are 16-bit numbers."""
+    function = gelu_called(approximate)
+    return COARSE_GELU if function is GELU and dtype != torch.float32 else function
 
 
 def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
     *geometry, approximate, eps, training = arguments
-    z = convolution.conv_transpose2d(input, weight, conv_bias, _geometry(weight, *geometry))
-    output, statistics = _normalize(z, norm_weight, norm_bias, num_groups, approximate, eps)
+    geometry = _geometry(weight, *geometry)
+    activation = _activation(approximate, input.dtype)
+    if direct_convolution.takes(input, geometry):
+        z, partials = direct_convolution.forward(input, weight, conv_bias, geometry, activation)
+        statistics = partials.merge(num_groups, z[0, 0].numel(), eps)
+    else:
+        z = convolution.conv_transpose2d(input, weight, conv_bias, geometry)
+        config = ImageNormConfig.fit(z.shape[1])
+        statistics = image_statistics(z.flatten(2), num_groups, eps, config, activation=activation)
+    output = torch.empty_like(z, memory_format=memory_format(input))
+    image_group_norm(
+        z.flatten(2),
+        statistics,
+        norm_weight,
+        norm_bias,
+        ImageNormConfig.fit(z.shape[1]),
+        output=output.flatten(2),
+        activation=activation,
+    )
     return (output, z, statistics) if training else (output, z.new_empty(0), statistics.new_empty(0))
 
 
@@ -58,23 +60,58 @@ def _fake(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argumen
     output = torch.empty_like(output, memory_format=memory_format(input))
     if not training:
         return output, output.new_empty(0), output.new_empty(0, dtype=torch.float32)
-    return output, torch.empty_like(output), output.new_empty(2, B * num_groups, dtype=torch.float32)
+    z_format = torch.channels_last if direct_convolution.takes(input, geometry) else memory_format(input)
+    z = torch.empty_like(output, memory_format=z_format)
+    return output, z, output.new_empty(2, B * num_groups, dtype=torch.float32)
 
 
-def _convolution_backward(z_gradient, input, weight, *arguments):
-    """The gradients of input and weight; empty where not wanted."""
-    *geometry, input_wanted, weight_wanted = arguments
-    gradients = convolution.conv_transpose2d_gradients(
-        z_gradient, input, weight, _geometry(weight, *geometry), (input_wanted, weight_wanted)
-    )
-    return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+def _sums_over_samples_and_pixels(partials: torch.Tensor) -> torch.Tensor:
+    """[sums, B, tiles, C] → [sums, C], one sample a program first, as there are many tiles."""
+    sums, B, _, C = partials.shape
+    return column_sums(column_sums(partials.flatten(0, 1)).view(sums, B, C))
 
 
-def _convolution_backward_fake(z_gradient, input, weight, *arguments):
-    return tuple(
+def _backward_kernels(gradient, input, weight, z, statistics, norm_weight, norm_bias, num_groups, *arguments):
+    """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
+    *geometry, approximate, input_wanted, weight_wanted = arguments
+    geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
+    B, C, S = z.flatten(2).shape
+    config = ImageNormConfig.fit(C, most_channels=32)
+    norm_sums = torch.empty(2, B, config.strips(S), C, dtype=torch.float32, device=z.device)
+    bias_sums = torch.empty(1, B, config.tiles(S), C, dtype=torch.float32, device=z.device)
+
+    def z_gradients(samples, target):
+        # A gradient in another memory format than z is copied first: three passes over mixed formats take longer.
+        dy = direct_convolution.like_format(gradient[samples], z)
+        image_group_norm_backward(
+            dy.flatten(2),
+            z[samples].flatten(2),
+            statistics.view(2, B, num_groups)[:, samples].flatten(1),
+            norm_weight,
+            norm_bias,
+            config,
+            input_gradient=target.flatten(2),
+            norm_sums=norm_sums[:, samples],
+            bias_sums=bias_sums[0, samples],
+            activation=_activation(approximate, z.dtype),
+        )
+
+    if direct_convolution.takes(input, geometry) and direct_convolution.differentiates(z, input, geometry):
+        gradients = direct_convolution.backward(z_gradients, z, input, weight, geometry, wanted)
+    else:
+        z_gradient = torch.empty_like(z)
+        z_gradients(slice(0, B), z_gradient)
+        gradients = convolution.conv_transpose2d_gradients(z_gradient, input, weight, geometry, wanted)
+    sums = torch.cat([_sums_over_samples_and_pixels(bias_sums), _sums_over_samples_and_pixels(norm_sums)])
+    return *(input.new_empty(0) if gradient is None else gradient for gradient in gradients), sums
+
+
+def _backward_fake(gradient, input, weight, z, statistics, norm_weight, norm_bias, num_groups, *arguments):
+    gradients = (
         torch.empty_like(tensor, memory_format=memory_format(tensor)) if wanted else tensor.new_empty(0)
         for tensor, wanted in zip((input, weight), arguments[-2:], strict=True)
     )
+    return *gradients, z.new_empty(3, z.shape[1], dtype=torch.float32)
 
 
 _GEOMETRY = "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups"
@@ -86,17 +123,12 @@ _operator = operators.define(
     _forward,
     _fake,
 )
-_normalize_backward_operator = operators.define(
-    "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor z, Tensor statistics, Tensor? norm_weight,"
-    " Tensor? norm_bias, int num_groups, str approximate) -> (Tensor, Tensor)",
-    _normalize_backward,
-    lambda gradient, z, *arguments: (torch.empty_like(z), z.new_empty(3, z.shape[1], dtype=torch.float32)),
-)
-_convolution_backward_operator = operators.define(
-    f"conv_transpose2d_backward(Tensor z_gradient, Tensor input, Tensor weight, {_GEOMETRY}, bool input_wanted,"
-    " bool weight_wanted) -> (Tensor, Tensor)",
-    _convolution_backward,
-    _convolution_backward_fake,
+_backward_operator = operators.define(
+    "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor input, Tensor weight, Tensor z,"
+    " Tensor statistics, Tensor? norm_weight, Tensor? norm_bias, int num_groups,"
+    f" {_GEOMETRY}, str approximate, bool input_wanted, bool weight_wanted) -> (Tensor, Tensor, Tensor)",
+    _backward_kernels,
+    _backward_fake,
 )
 
 
@@ -107,14 +139,21 @@ def _setup_context(ctx, inputs, outputs):
 
 def _backward(ctx, gradient):
     input, weight, z, statistics, conv_bias, norm_weight, norm_bias = ctx.saved_tensors
-    z_gradient, sums = _normalize_backward_operator(
-        gradient, z, statistics, norm_weight, norm_bias, ctx.num_groups, ctx.approximate
-    )
     wanted = ctx.needs_input_grad[:2]
-    gradients = [None, None]
-    if any(wanted):
-        gradients = _convolution_backward_operator(z_gradient, input, weight, *ctx.geometry, *wanted)
-        gradients = [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
+    *gradients, sums = _backward_operator(
+        gradient,
+        input,
+        weight,
+        z,
+        statistics,
+        norm_weight,
+        norm_bias,
+        ctx.num_groups,
+        *ctx.geometry,
+        ctx.approximate,
+        *wanted,
+    )
+    gradients = [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
     vectors = operators.vector_gradients(sums, (0, conv_bias), (1, norm_weight), (2, norm_bias))
     return *gradients, *vectors, *[None] * 9
 

@@ -34,10 +34,9 @@ class ImageNormConfig:
         return triton.cdiv(pixels, self.block_s * self.strip)
 
     @classmethod
-    def fit(cls, channels: int, pixels: int) -> "ImageNormConfig":
-        """Tiles of 8192 elements, 64 channels wide, where there are that many (measured on an H200)."""
-        block_c = min(64, triton.next_power_of_2(channels))
-        return cls(block_c, min(8192 // block_c, triton.next_power_of_2(max(pixels, 1))))
+    def fit(cls, channels: int, most_channels: int = 64) -> "ImageNormConfig":
+        """Tiles of 4096 elements, or 2048 where ``most_channels`` is 32: best of those tried on an H200."""
+        return cls(min(most_channels, triton.next_power_of_2(max(channels, 1))), 64)
 
 
 @triton.jit
@@ -53,8 +52,10 @@ def tile_offsets(strides, UNITS: tl.constexpr, sample, channel, pixel, BLOCK_C: 
 def load_rows(vector, index, inside, default):
     """vector[index] in float32, as a column [BLOCK_C, 1]; ``default`` where there is no vector."""
     if vector is None:
-        return tl.full((index.shape[0], 1), default, tl.float32)
-    return tl.expand_dims(tl.load(vector + index, mask=inside, other=0.0).to(tl.float32), 1)
+        values = tl.full(index.shape, default, tl.float32)
+    else:
+        values = tl.load(vector + index, mask=inside, other=0.0).to(tl.float32)
+    return tl.expand_dims(values, 1)
 
 
 @triton.jit
@@ -65,14 +66,16 @@ def partial_statistics_kernel(
     means,  # [B, tiles, C]
     m2s,  # [B, tiles, C]
     channels,
-    pixels,
+    pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
     UNITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PIXEL_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Mean and M2 over the pixels of a tile, channel by channel, of the activated input."""
+    pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // tiles
     pixel = tl.program_id(0) % tiles * BLOCK_S
     channel = tl.program_id(1) * BLOCK_C
@@ -147,7 +150,7 @@ def apply_kernel(
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
     channels,
-    pixels,
+    pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
     num_groups,
     min_val,
@@ -157,10 +160,12 @@ def apply_kernel(
     ACTIVATION: tl.constexpr,
     FINAL: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    PIXEL_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a tile a program"""
+    pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // tiles
     pixel = tl.program_id(0) % tiles * BLOCK_S
     channel = tl.program_id(1) * BLOCK_C
@@ -190,7 +195,7 @@ def channel_sums_kernel(
     sums,  # [2, B, strips, C]: sums over a strip's pixels of dy * normalized, and of dy
     plane,  # B * strips * C
     channels,
-    pixels,
+    pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
     num_groups,
     min_val,
@@ -200,11 +205,13 @@ def channel_sums_kernel(
     ACTIVATION: tl.constexpr,
     FINAL_GRADIENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    PIXEL_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STRIP: tl.constexpr,
 ):
     """A strip's share of the gradients of the norm's weight and bias; STRIP tiles of BLOCK_S pixels are a strip."""
+    pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
     first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
     channel = tl.program_id(1) * BLOCK_C
@@ -283,7 +290,7 @@ def apply_backward_kernel(
     norm_bias,  # [C] or None
     bias_sums,  # [B, tiles, C]: sums of input_gradient over a tile's pixels; or None
     channels,
-    pixels,
+    pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
     num_groups,
     min_val,
@@ -295,12 +302,14 @@ def apply_backward_kernel(
     ACTIVATION_GRADIENT: tl.constexpr,
     FINAL_GRADIENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    PIXEL_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """input_gradient = ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x)), with x the normalised activated
     input and g = norm_weight * dy
     """
+    pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // tiles
     pixel = tl.program_id(0) % tiles * BLOCK_S
     channel = tl.program_id(1) * BLOCK_C
@@ -327,9 +336,14 @@ def apply_backward_kernel(
         tl.store(bias_sums + tl.program_id(0).to(tl.int64) * channels + c, total, mask=c < channels)
 
 
+def size_unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides ``size``: kernels take sizes in such units to know alignment."""
+    return math.gcd(size, 16)
+
+
 def strides_in_units(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The strides divided by their units, and the units: powers of two up to 16, so that kernels know the alignment."""
-    units = tuple(math.gcd(stride, 16) for stride in tensor.stride())
+    """The strides divided by their units, and the units."""
+    units = tuple(map(size_unit, tensor.stride()))
     return tuple(stride // unit for stride, unit in zip(tensor.stride(), units, strict=True)), units
 
 
@@ -346,9 +360,14 @@ class PartialStatistics:
         means, m2s = torch.empty(2, samples, tiles, channels, dtype=torch.float32, device=device).unbind()
         return cls(torch.empty(samples, tiles, dtype=torch.float32, device=device), means, m2s)
 
-    def merge(self, num_groups: int, pixels: int, eps: float, *, mean: torch.Tensor, rstd: torch.Tensor) -> None:
-        """Write each group's mean and reciprocal standard deviation, [B * num_groups] in float32."""
+    def __getitem__(self, samples: slice) -> "PartialStatistics":
+        return PartialStatistics(self.counts[samples], self.means[samples], self.m2s[samples])
+
+    def merge(self, num_groups: int, pixels: int, eps: float) -> torch.Tensor:
+        """Each group's mean and reciprocal standard deviation, [2, B * num_groups] in float32."""
         samples, tiles, channels = self.means.shape
+        statistics = torch.empty(2, samples * num_groups, dtype=torch.float32, device=self.means.device)
+        mean, rstd = statistics
         group_size = channels // num_groups
         block_c = min(64, triton.next_power_of_2(group_size))
         with on_device_of(mean):
@@ -367,16 +386,16 @@ class PartialStatistics:
                 BLOCK_T=min(2048 // block_c, triton.next_power_of_2(tiles)),
                 BLOCK_C=block_c,
             )
+        return statistics
 
 
 def image_statistics(
     input: torch.Tensor, num_groups: int, eps: float, config: ImageNormConfig, *, activation: Pointwise = IDENTITY
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and reciprocal standard deviation [B * num_groups], float32, of the activated ``input`` [B, C, S]."""
+) -> torch.Tensor:
+    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of the activated ``input`` [B, C, S]."""
     B, C, S = input.shape
-    mean, rstd = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
     if input.numel() == 0:
-        return mean, rstd
+        return torch.zeros(2, B * num_groups, dtype=torch.float32, device=input.device)
     tiles = config.tiles(S)
     partials = PartialStatistics.empty(B, tiles, C, input.device)
     strides, units = strides_in_units(input)
@@ -388,22 +407,21 @@ def image_statistics(
             partials.means,
             partials.m2s,
             C,
-            S,
+            S // size_unit(S),
             tiles,
             UNITS=units,
             ACTIVATION=activation.function,
+            PIXEL_UNIT=size_unit(S),
             BLOCK_C=config.block_c,
             BLOCK_S=config.block_s,
             num_warps=config.num_warps,
         )
-    partials.merge(num_groups, S, eps, mean=mean, rstd=rstd)
-    return mean, rstd
+    return partials.merge(num_groups, S, eps)
 
 
 def image_group_norm(
     input: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    statistics: torch.Tensor,
     norm_weight: torch.Tensor | None,
     norm_bias: torch.Tensor | None,
     config: ImageNormConfig,
@@ -413,10 +431,14 @@ def image_group_norm(
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """output = final((activation(input) - mean) * rstd * norm_weight + norm_bias), both [B, C, S] with any strides."""
+    """output = final((activation(input) - mean) * rstd * norm_weight + norm_bias), both [B, C, S] with any strides.
+
+    ``statistics`` are those of ``image_statistics``, or of other samples' slices of them.
+    """
     if input.numel() == 0:
         return
     B, C, S = input.shape
+    mean, rstd = statistics
     num_groups = mean.numel() // B
     tiles = config.tiles(S)
     input_strides, input_units = strides_in_units(input)
@@ -432,7 +454,7 @@ def image_group_norm(
             norm_weight,
             norm_bias,
             C,
-            S,
+            S // size_unit(S),
             tiles,
             num_groups,
             *bounds,
@@ -441,6 +463,7 @@ def image_group_norm(
             ACTIVATION=activation.function,
             FINAL=final.function,
             GROUP_SIZE=C // num_groups,
+            PIXEL_UNIT=size_unit(S),
             BLOCK_C=config.block_c,
             BLOCK_S=config.block_s,
             num_warps=config.num_warps,
@@ -450,8 +473,7 @@ def image_group_norm(
 def image_group_norm_backward(
     output_gradient: torch.Tensor,
     input: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    statistics: torch.Tensor,
     norm_weight: torch.Tensor | None,
     norm_bias: torch.Tensor | None,
     config: ImageNormConfig,
@@ -471,11 +493,12 @@ def image_group_norm_backward(
     if input.numel() == 0:
         return
     B, C, S = input.shape
+    mean, rstd = statistics
     num_groups = mean.numel() // B
     group_size = C // num_groups
     tiles, strips = config.tiles(S), config.strips(S)
     block_c = min(64, triton.next_power_of_2(group_size))
-    projection, gradient_mean = torch.empty_like(mean), torch.empty_like(mean)
+    projection, gradient_mean = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     gradient_strides, gradient_units = strides_in_units(output_gradient)
     input_strides, input_units = strides_in_units(input)
     result_strides, result_units = strides_in_units(input_gradient)
@@ -492,7 +515,7 @@ def image_group_norm_backward(
             norm_sums,
             norm_sums.stride(0),
             C,
-            S,
+            S // size_unit(S),
             strips,
             num_groups,
             *bounds,
@@ -501,6 +524,7 @@ def image_group_norm_backward(
             ACTIVATION=activation.function,
             FINAL_GRADIENT=final.gradient,
             GROUP_SIZE=group_size,
+            PIXEL_UNIT=size_unit(S),
             BLOCK_C=config.block_c,
             BLOCK_S=config.block_s,
             STRIP=config.strip,
@@ -535,7 +559,7 @@ def image_group_norm_backward(
             norm_bias,
             bias_sums,
             C,
-            S,
+            S // size_unit(S),
             tiles,
             num_groups,
             *bounds,
@@ -546,6 +570,7 @@ def image_group_norm_backward(
             ACTIVATION_GRADIENT=activation.gradient,
             FINAL_GRADIENT=final.gradient,
             GROUP_SIZE=group_size,
+            PIXEL_UNIT=size_unit(S),
             BLOCK_C=config.block_c,
             BLOCK_S=config.block_s,
             num_warps=config.num_warps,

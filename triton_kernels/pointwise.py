@@ -128,6 +128,42 @@ def gelu_gradient(gradient, value, min_val, max_val):
 
 
 @triton.jit
+def coarse_normal_tail(value):
+    """(q, e): q = P(X > |value|), within 8e-6 of itself, and e = exp(-value**2 / 2).
+
+    q / e is Mills' ratio over sqrt(2 pi): u times a polynomial in u = 1 / (1 + 0.3 |value|), a minimax fit; u is a
+    squared rsqrt, which is faster than a division.
+    """
+    root = tl.rsqrt(1.0 + 0.3 * tl.abs(value))
+    u = root * root
+    e = tl.exp2(-0.7213475204444817 * (value * value))
+    ratio = -0.07709738612174988
+    ratio = ratio * u + 0.21603697538375854
+    ratio = ratio * u - 0.016948005184531212
+    ratio = ratio * u + 0.14419636130332947
+    ratio = ratio * u + 0.1137419268488884
+    ratio = ratio * u + 0.12007423490285873
+    return ratio * (u * e), e
+
+
+@triton.jit
+def coarse_gelu(value, min_val, max_val):
+    """``gelu`` within 1.4e-6, for results of 16 bits: max(value, 0) - |value| q, two thirds of its instructions.
+
+    NaN for both infinities: PyTorch's is infinite for the positive one, of which a norm makes NaN all the same.
+    """
+    q, e = coarse_normal_tail(value)
+    return tl.maximum(value, 0.0) - tl.abs(value) * q
+
+
+@triton.jit
+def coarse_gelu_gradient(gradient, value, min_val, max_val):
+    """``gelu_gradient`` within 5e-6 of the gradient."""
+    q, e = coarse_normal_tail(value)
+    return gradient * (tl.where(value > 0.0, 1.0 - q, q) + value * e * 0.3989422804014327)
+
+
+@triton.jit
 def gelu_tanh_exponential(value):
     """exp(-2 u) with u = sqrt(2 / pi) * (v + 0.044715 v**3): then (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
 
@@ -168,4 +204,5 @@ IDENTITY = Pointwise(identity, identity_gradient)
 HARDTANH = Pointwise(hardtanh, hardtanh_gradient)
 HARDTANH_MISH = Pointwise(hardtanh_mish, hardtanh_mish_gradient)
 GELU = Pointwise(gelu, gelu_gradient)
+COARSE_GELU = Pointwise(coarse_gelu, coarse_gelu_gradient)
 GELU_TANH = Pointwise(gelu_tanh, gelu_tanh_gradient)

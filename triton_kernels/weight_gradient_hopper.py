@@ -1,0 +1,450 @@
+"""Weight gradient of a stride-1 convolution of NHWC images, for Hopper: Gluon, split over pixels, warp-specialised.
+
+    dW[ky, kx, o, c] = sum over n, y, x of gradient[n, y, x, o] * input[n, y + ky * dy + sy, x + kx * dx + sx, c]
+
+For one tap that is a product of two matrices, [O, pixels] and [pixels, C], whose long side is summed over. A program
+owns 64 x 64 channels, all taps and a share of the tiles of 128 pixels. One warp copies tiles into shared memory, and a
+warpgroup for each tap column multiplies them, with an accumulator in registers for each tap row. One operand, "fixed",
+is cut into tiles; of the other, "shifted", each tap reads the tile at its own shift. Which is which changes the order
+of the taps alone, so the operand with fewer tiles is the fixed one. The copy engine fills what lies outside with zeros.
+
+A pixel's 64 channels are a 128-byte row of shared memory, swizzled by the row's address, so a tap's shift is a matter
+of where in shared memory the operand begins. With tiles 8 columns wide, each tap column has a box of its own, and a tap
+row shifts by whole swizzle atoms (8 pixels, 1024 bytes). With wider tiles all taps share one box, 0.67 times the bytes
+at 3 x 3 taps, and each row of the tile is a product of its own, whose operand may begin in the middle of an atom.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from triton_kernels.column_sums import column_sums
+from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
+from triton_kernels.hopper import runs_hopper_kernels
+
+#: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
+_CHANNELS = 64
+_ROW_BYTES = 128
+#: Pixels of a tile.
+_PIXELS = 128
+#: Bytes set aside for the barriers and for aligning the buffers.
+_RESERVED_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class WeightGradientConfig:
+    """A tile's columns (8, or 16 or 32 for a box that all taps share), and how many tiles are under way at most."""
+
+    columns: int = 8
+    stages: int = 5
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Taps (rows, columns), their dilation, and where in shared memory each finds a tile, in pixels of 128 bytes."""
+
+    kernel_size: tuple[int, int]
+    dilation: tuple[int, int]
+    columns: int
+    most_stages: int
+
+    @property
+    def rows(self) -> int:
+        return _PIXELS // self.columns
+
+    @property
+    def shared_box(self) -> bool:
+        """Whether all taps share a box, rather than those of each column."""
+        return self.columns > 8
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How far the last tap is from the first, in rows and columns."""
+        return tuple((size - 1) * step for size, step in zip(self.kernel_size, self.dilation, strict=True))
+
+    @property
+    def boxes(self) -> int:
+        """How many boxes of the shifted operand a tile takes."""
+        return 1 if self.shared_box else self.kernel_size[1]
+
+    @property
+    def halo(self) -> int:
+        """Columns right of the tile (in a shared box) or rows below it, as one copy takes them: a power of 2, or 0.
+
+        What a copy takes is at least an atom of 8 pixels.
+        """
+        reach, least = (self.reach[1], 8) if self.shared_box else (self.reach[0], 1)
+        return max(least, triton.next_power_of_2(reach)) if reach else 0
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Rows and columns of a box."""
+        if self.shared_box:
+            return self.rows + self.reach[0], self.columns + self.halo
+        return self.rows + self.halo, self.columns
+
+    @property
+    def box_pixels(self) -> int:
+        return self.box[0] * self.box[1]
+
+    @property
+    def slot_pixels(self) -> int:
+        return self.boxes * self.box_pixels
+
+    @property
+    def tap_pitch(self) -> tuple[int, int]:
+        """Pixels from a tap to the one below it, and to the one right of it."""
+        down = self.dilation[0] * self.box[1]
+        return down, self.dilation[1] if self.shared_box else self.box_pixels
+
+    @property
+    def step(self) -> int:
+        """Pixels of a tile that lie in one run in a box: a row, or all of them."""
+        return self.columns if self.shared_box else _PIXELS
+
+    @property
+    def stage_bytes(self) -> int:
+        return (_PIXELS + self.slot_pixels) * _ROW_BYTES
+
+    @property
+    def stages(self) -> int:
+        return min(self.most_stages, (SHARED_MEMORY[90] - _RESERVED_BYTES) // self.stage_bytes)
+
+
+@gluon.jit
+def share_of_program(scope):
+    """This program's blocks of 64 channels (fixed, shifted), its place along partials' second axis, and that axis."""
+    tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
+    block = gl.program_id(0) % blocks
+    return block // blocks_shifted, block % blocks_shifted, gl.program_id(0) // blocks, gl.num_programs(0) // blocks
+
+
+@gluon.jit
+def pixel_of(slots, pixel):
+    """Any one pixel of ``slots``, which counts them in eights: where a view of more of them begins."""
+    PIXELS: gl.constexpr = slots.shape[0] * 8
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    return slots._reinterpret(slots.dtype, [PIXELS, 64], FLAT).index(pixel)
+
+
+@gluon.jit
+def copy_box(source, n, y, x, c, ready, target):
+    """Start copying the box of ``source`` that begins at pixel (n, y, x), channel c, to where ``target`` begins."""
+    slot = target._reinterpret(source.dtype, source.block_shape, source.layout)
+    tma.async_copy_global_to_shared(source, [n, y, x, c], ready, slot)
+
+
+@gluon.jit
+def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr):
+    """The copying warp: tile after tile, wait until a stage is free, and fill it."""
+    fixed, shifted, halo = sources
+    fixed_slots, shifted_slots = slots
+    ready, empty = barriers
+    tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
+    ROWS: gl.constexpr = TAPS.rows
+    COLUMNS: gl.constexpr = TAPS.columns
+    HALO: gl.constexpr = TAPS.halo
+    BOX_ROWS: gl.constexpr = TAPS.box[0]
+    BOX_COLUMNS: gl.constexpr = TAPS.box[1]
+    block_fixed, block_shifted, share, shares = share_of_program(scope)
+    step = 0
+    # Neighbouring tiles are under way in different programs at the same time, so that L2 serves what they share.
+    for tile in range(share, tiles, shares):
+        sample = tile // (tiles_x * tiles_y)
+        y = tile // tiles_x % tiles_y * ROWS
+        x = tile % tiles_x * COLUMNS
+        stage = step % TAPS.stages
+        full = ready.index(stage)
+        mbarrier.wait(empty.index(stage), (step // TAPS.stages & 1) ^ 1)
+        mbarrier.expect(full, TAPS.stage_bytes)
+        copy_box(fixed, first[0] + sample, y, x, block_fixed * 64, full, fixed_slots.index(stage))
+        n = first[1] + sample
+        y += shift[0]
+        x += shift[1]
+        c = block_shifted * 64
+        if TAPS.shared_box:
+            for row in range(BOX_ROWS):
+                pixel = stage * TAPS.slot_pixels + row * BOX_COLUMNS
+                copy_box(shifted, n, y + row, x, c, full, pixel_of(shifted_slots, pixel))
+                if HALO > 0:
+                    copy_box(halo, n, y + row, x + COLUMNS, c, full, pixel_of(shifted_slots, pixel + COLUMNS))
+        else:
+            for box in range(TAPS.boxes):
+                pixel = stage * TAPS.slot_pixels + box * TAPS.box_pixels
+                column = x + box * TAPS.dilation[1]
+                copy_box(shifted, n, y, column, c, full, pixel_of(shifted_slots, pixel))
+                if HALO > 0:
+                    copy_box(halo, n, y + ROWS, column, c, full, pixel_of(shifted_slots, pixel + ROWS * COLUMNS))
+        step += 1
+
+
+@gluon.jit
+def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: gl.constexpr, ACCUMULATE: gl.constexpr):
+    """A multiplying warpgroup: sums of the taps of column TAP_X over this program's tiles, written to ``partials``."""
+    fixed_slots, shifted_slots = slots
+    ready, empty = barriers
+    tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
+    KH: gl.constexpr = TAPS.kernel_size[0]
+    KW: gl.constexpr = TAPS.kernel_size[1]
+    STEP: gl.constexpr = TAPS.step
+    STEP_PITCH: gl.constexpr = TAPS.box[1]  # from row to row; all pixels are one step where they are one run
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    FRAGMENT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    SWIZZLED: gl.constexpr = fixed_slots.layout
+    block_fixed, block_shifted, share, shares = share_of_program(scope)
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), 1)
+    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS)), 0)
+    place = (gl.program_id(0) % blocks * shares + share).to(gl.int64) * (KH * KW) + TAP_X
+    target = partials + place * 4096 + (row * 64 + column)
+    sums = ()
+    for tap_y in gl.static_range(KH):
+        if ACCUMULATE:
+            sums = sums + (gl.load(target + tap_y * KW * 4096),)
+        else:
+            sums = sums + (gl.zeros((64, 64), gl.float32, layout=SUMS),)
+    step = 0
+    for _tile in range(share, tiles, shares):
+        stage = step % TAPS.stages
+        mbarrier.wait(ready.index(stage), step // TAPS.stages & 1)
+        corner = stage * TAPS.slot_pixels + TAP_X * TAPS.tap_pitch[1]
+        fixed = fixed_slots.index(stage).permute((1, 0))
+        for part in gl.static_range(128 // STEP):
+            # From registers: both operands in shared memory would take all of its bandwidth, at 64 x 64 channels.
+            a = fixed.slice(part * STEP, STEP, dim=1).load(FRAGMENT)
+            next_sums = ()
+            for tap_y in gl.static_range(KH):
+                pixel = corner + tap_y * TAPS.tap_pitch[0] + part * STEP_PITCH
+                b = pixel_of(shifted_slots, pixel)._reinterpret(fixed_slots.dtype, [STEP, 64], SWIZZLED)
+                next_sums = next_sums + (warpgroup_mma(a, b, sums[tap_y], is_async=True),)
+            sums = next_sums
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=sums)
+        if KH == 1:
+            sums = (sums,)
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    for tap_y in gl.static_range(KH):
+        gl.store(target + tap_y * KW * 4096, sums[tap_y])
+
+
+@gluon.jit
+def idle():
+    """A warpgroup without work."""
+    pass
+
+
+@gluon.jit(do_not_specialize=["fixed_first", "shifted_first", "tiles"])
+def weight_gradient_kernel(
+    fixed,  # [N, H, W, C]: descriptor of boxes [1, TAPS.rows, TAPS.columns, 64]
+    shifted,  # [M, OH, OW, O]: descriptor of boxes of as many pixels, or of one row of them where taps share a box
+    halo,  # the same tensor: descriptor of what lies below those boxes or right of those rows; unused without a halo
+    partials,  # [blocks, shares, taps, 64, 64] float32: sums over pixels, at [.., channel of fixed, channel of shifted]
+    fixed_first,  # where in fixed the samples begin
+    shifted_first,  # and in shifted
+    row_shift,  # of the first tap: its rows of shifted minus those of fixed; and likewise its columns
+    column_shift,
+    tiles,  # of fixed: all samples' tiles, those along an image's height, and those along its width
+    tiles_y,
+    tiles_x,
+    blocks_shifted,  # blocks of 64 channels of ``shifted``
+    blocks,  # pairs of blocks of both
+    TAPS: gl.constexpr,  # Taps
+    ACCUMULATE: gl.constexpr,  # add to what ``partials`` holds; otherwise overwrite it
+):
+    """Sums over pixels of the products of fixed and shifted, for each tap; one program for each (block, share)."""
+    KW: gl.constexpr = TAPS.kernel_size[1]
+    STAGES: gl.constexpr = TAPS.stages
+    EIGHTS: gl.constexpr = (TAPS.slot_pixels * TAPS.stages + 7) // 8
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    fixed_slots = gl.allocate_shared_memory(fixed.dtype, [STAGES, 128, 64], SWIZZLED)
+    shifted_slots = gl.allocate_shared_memory(fixed.dtype, [EIGHTS, 8, 64], SWIZZLED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=KW)
+    fence_async_shared()
+    sources = (fixed, shifted, halo)
+    first = (fixed_first, shifted_first)
+    shift = (row_shift, column_shift)
+    scope = (tiles, tiles_y, tiles_x, blocks_shifted, blocks)
+    slots = (fixed_slots, shifted_slots)
+    barriers = (ready, empty)
+    # Registers: all warps, rounded up to fours, share 65536. A multiplying thread holds 32 for each tap row's sums, and
+    # 32 of the fixed tile; the copying warp spills at 24. With one tap column a warpgroup idles, as without it Triton
+    # asks for 256 a thread, and the assembler ignores that.
+    if KW == 1:
+        gl.warp_specialize(
+            [
+                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
+                (idle, ()),
+                (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    elif KW == 2:
+        gl.warp_specialize(
+            [
+                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
+                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 1, ACCUMULATE)),
+                (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
+                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 1, ACCUMULATE)),
+                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 2, ACCUMULATE)),
+                (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+
+
+def supports(
+    input: torch.Tensor,
+    gradient: torch.Tensor,
+    kernel_size: tuple[int, int],
+    dilation: tuple[int, int],
+    config: WeightGradientConfig,
+) -> bool:
+    """Whether the kernel takes these NHWC tensors and taps.
+
+    That is on Hopper, bfloat16 or float16, up to 3 x 3 taps whose tiles fit in shared memory, and what the copy engine
+    takes: strides and addresses in multiples of 16 bytes, so channels in multiples of 8.
+    """
+    return (
+        runs_hopper_kernels(input.device)
+        and input.dtype == gradient.dtype
+        and input.dtype in (torch.bfloat16, torch.float16)
+        and all(1 <= size <= 3 for size in kernel_size)
+        and _taps(kernel_size, dilation, config).stages >= 2
+        and all(
+            t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(3) == 1 and all(s % 8 == 0 for s in t.stride()[:3])
+            for t in (input, gradient)
+        )
+    )
+
+
+def partials_shape(input: torch.Tensor, gradient: torch.Tensor, kernel_size: tuple[int, int]) -> tuple[int, int, int]:
+    """Shape of the float32 partial sums of all launches for one weight: [blocks, shares, taps * 64 * 64].
+
+    ``input`` and ``gradient`` are as for ``convolution_weight_gradient``; of their shapes, the channels matter alone.
+    """
+    blocks = triton.cdiv(input.shape[3], _CHANNELS) * triton.cdiv(gradient.shape[3], _CHANNELS)
+    shares = max(1, multiprocessor_count(input.device) // blocks)
+    return blocks, shares, kernel_size[0] * kernel_size[1] * _CHANNELS**2
+
+
+def convolution_weight_gradient(
+    input: torch.Tensor,
+    gradient: torch.Tensor,
+    partials: torch.Tensor,
+    *,
+    input_first: int,
+    gradient_first: int,
+    count: int,
+    kernel_size: tuple[int, int],
+    dilation: tuple[int, int],
+    shift: tuple[int, int],
+    accumulate: bool,
+    config: WeightGradientConfig,
+) -> None:
+    """Write (or add, if ``accumulate``) to ``partials`` the weight gradient's sums over ``count`` samples.
+
+    ``input`` [N, H, W, C] and ``gradient`` [M, OH, OW, O], that of the convolution's output, are as ``supports`` has
+    them. The samples are ``input``'s from ``input_first`` on and ``gradient``'s from ``gradient_first`` on. Tap (ky,
+    kx) pairs the gradient's pixel (y, x) with the input's (y + shift[0] + ky * dilation[0], x + shift[1] + kx *
+    dilation[1]), which is 0 outside of the image. ``partials``, a contiguous float32 tensor of ``partials_shape``, is
+    for ``finish`` to sum; calls that add to one another differ in their samples alone.
+    """
+    if count == 0:
+        if not accumulate:
+            partials.zero_()
+        return
+    taps = _taps(kernel_size, dilation, config)
+    if _gradient_is_fixed(input, gradient, config):
+        fixed, shifted, fixed_first, shifted_first = gradient, input, gradient_first, input_first
+    else:
+        # The same sums, with the taps in reverse order: from the input's side, the last tap's shift is the least.
+        fixed, shifted, fixed_first, shifted_first = input, gradient, input_first, gradient_first
+        shift = tuple(-start - reach for start, reach in zip(shift, taps.reach, strict=True))
+    tiles_y, tiles_x = triton.cdiv(fixed.shape[1], taps.rows), triton.cdiv(fixed.shape[2], taps.columns)
+    blocks, shares, _ = partials.shape
+    shifted_box = [1, 1 if taps.shared_box else taps.rows, taps.columns, _CHANNELS]
+    halo_box = [1, 1, taps.halo, _CHANNELS] if taps.shared_box else [1, taps.halo, taps.columns, _CHANNELS]
+    with on_device_of(input):
+        weight_gradient_kernel[(blocks * shares,)](
+            _descriptor(fixed, [1, taps.rows, taps.columns, _CHANNELS]),
+            _descriptor(shifted, shifted_box),
+            _descriptor(shifted, halo_box if taps.halo else shifted_box),
+            partials,
+            fixed_first,
+            shifted_first,
+            shift[0],
+            shift[1],
+            count * tiles_y * tiles_x,
+            tiles_y,
+            tiles_x,
+            triton.cdiv(shifted.shape[3], _CHANNELS),
+            blocks,
+            TAPS=taps,
+            ACCUMULATE=accumulate,
+            num_warps=4,
+        )
+
+
+def finish(
+    partials: torch.Tensor,
+    input: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    kernel_size: tuple[int, int],
+    config: WeightGradientConfig,
+) -> torch.Tensor:
+    """The weight gradient [KH, KW, O, C] in float32 (not contiguous), from ``convolution_weight_gradient``'s partials.
+
+    ``input`` and ``gradient`` are as there; their shapes matter alone.
+    """
+    input_blocks, gradient_blocks = (triton.cdiv(t.shape[3], _CHANNELS) for t in (input, gradient))
+    sums = column_sums(partials)
+    if _gradient_is_fixed(input, gradient, config):
+        sums = sums.view(gradient_blocks, input_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 0, 4, 1, 5)
+    else:
+        sums = sums.view(input_blocks, gradient_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 1, 5, 0, 4)
+        sums = sums.flip(0, 1)
+    sums = sums.reshape(*kernel_size, gradient_blocks * _CHANNELS, input_blocks * _CHANNELS)
+    return sums[:, :, : gradient.shape[3], : input.shape[3]]
+
+
+def _taps(kernel_size: tuple[int, int], dilation: tuple[int, int], config: WeightGradientConfig) -> Taps:
+    return Taps(tuple(kernel_size), tuple(dilation), config.columns, config.stages)
+
+
+def _gradient_is_fixed(input: torch.Tensor, gradient: torch.Tensor, config: WeightGradientConfig) -> bool:
+    """Whether the gradient has no more tiles than the input."""
+    rows = _PIXELS // config.columns
+    of_gradient, of_input = (
+        triton.cdiv(t.shape[1], rows) * triton.cdiv(t.shape[2], config.columns) for t in (gradient, input)
+    )
+    return of_gradient <= of_input
+
+
+def _descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
