@@ -37,18 +37,12 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
         statistics = partials.merge(num_groups, z[0, 0].numel(), eps)
     else:
         z = convolution.conv_transpose2d(input, weight, conv_bias, geometry)
-        config = ImageNormConfig.fit(z.shape[1])
-        statistics = image_statistics(z.flatten(2), num_groups, eps, config, activation=activation)
+        values = z.flatten(2)
+        statistics = image_statistics(values, num_groups, eps, ImageNormConfig.fit(values), activation=activation)
     output = torch.empty_like(z, memory_format=memory_format(input))
-    image_group_norm(
-        z.flatten(2),
-        statistics,
-        norm_weight,
-        norm_bias,
-        ImageNormConfig.fit(z.shape[1]),
-        output=output.flatten(2),
-        activation=activation,
-    )
+    values, result = z.flatten(2), output.flatten(2)
+    config = ImageNormConfig.fit(values, result)
+    image_group_norm(values, statistics, norm_weight, norm_bias, config, output=result, activation=activation)
     return (output, z, statistics) if training else (output, z.new_empty(0), statistics.new_empty(0))
 
 
@@ -75,17 +69,18 @@ def _backward_kernels(gradient, input, weight, z, statistics, norm_weight, norm_
     """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
     *geometry, approximate, input_wanted, weight_wanted = arguments
     geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
-    B, C, S = z.flatten(2).shape
-    config = ImageNormConfig.fit(C, most_channels=32)
+    values = z.flatten(2)
+    B, C, S = values.shape
+    config = ImageNormConfig.fit(values)
     norm_sums = torch.empty(2, B, config.strips(S), C, dtype=torch.float32, device=z.device)
-    bias_sums = torch.empty(1, B, config.tiles(S), C, dtype=torch.float32, device=z.device)
+    bias_sums = torch.empty(1, B, config.strips(S), C, dtype=torch.float32, device=z.device)
 
     def z_gradients(samples, target):
         # A gradient in another memory format than z is copied first: three passes over mixed formats take longer.
         dy = direct_convolution.like_format(gradient[samples], z)
         image_group_norm_backward(
             dy.flatten(2),
-            z[samples].flatten(2),
+            values[samples],
             statistics.view(2, B, num_groups)[:, samples].flatten(1),
             norm_weight,
             norm_bias,

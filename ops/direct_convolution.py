@@ -15,8 +15,8 @@ from triton_kernels.image_copy import copy_image
 from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
 from triton_kernels.pointwise import Pointwise
 
-#: Bytes of the images that are copied or differentiated at a time: a few launches for many samples, little memory.
-_BYTES_AT_ONCE = 2**27
+#: Bytes of the images that are copied or differentiated at a time: many samples a launch, and yet little memory.
+_BYTES_AT_ONCE = 3 * 2**26
 _WEIGHT_GRADIENT = weight_gradient_hopper.WeightGradientConfig(columns=32)
 
 
@@ -55,7 +55,8 @@ def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor) -> torch.Te
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    copy_image(source.flatten(2), target.flatten(2), ImageNormConfig.fit(source.shape[1]))
+    images = source.flatten(2), target.flatten(2)
+    copy_image(*images, ImageNormConfig.fit(*images))
 
 
 def _in_channels_last(image: torch.Tensor) -> torch.Tensor:

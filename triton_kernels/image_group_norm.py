@@ -20,7 +20,7 @@ from triton_kernels.pointwise import IDENTITY, Pointwise
 
 @dataclass(frozen=True)
 class ImageNormConfig:
-    """Channels and pixels of a tile, and how many tiles a program of the backward pass's sums goes through."""
+    """Channels and pixels of a tile, and how many tiles a program of the backward pass goes through."""
 
     block_c: int
     block_s: int
@@ -34,9 +34,16 @@ class ImageNormConfig:
         return triton.cdiv(pixels, self.block_s * self.strip)
 
     @classmethod
-    def fit(cls, channels: int, most_channels: int = 64) -> "ImageNormConfig":
-        """Tiles of 4096 elements, or 2048 where ``most_channels`` is 32: best of those tried on an H200."""
-        return cls(min(most_channels, triton.next_power_of_2(max(channels, 1))), 64)
+    def fit(cls, *images: torch.Tensor) -> "ImageNormConfig":
+        """For images [B, C, S]: long rows where the pixels of all are contiguous, else many channels a tile.
+
+        The best of those tried on an H200 at the target size.
+        """
+        channels, pixels = images[0].shape[1:]
+        if all(image.stride(2) == 1 for image in images):
+            block_s = min(1024, max(16, triton.next_power_of_2(pixels)))
+            return cls(min(4096 // block_s, triton.next_power_of_2(channels)), block_s)
+        return cls(min(64, triton.next_power_of_2(channels)), 64)
 
 
 @triton.jit
@@ -288,10 +295,10 @@ def apply_backward_kernel(
     gradient_mean,  # [B * G]
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
-    bias_sums,  # [B, tiles, C]: sums of input_gradient over a tile's pixels; or None
+    bias_sums,  # [B, strips, C]: sums of input_gradient over a strip's pixels; or None
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
-    tiles,
+    strips,
     num_groups,
     min_val,
     max_val,
@@ -305,35 +312,41 @@ def apply_backward_kernel(
     PIXEL_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
     """input_gradient = ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x)), with x the normalised activated
     input and g = norm_weight * dy
     """
     pixels = pixels * PIXEL_UNIT
-    sample = tl.program_id(0) // tiles
-    pixel = tl.program_id(0) % tiles * BLOCK_S
+    sample = tl.program_id(0) // strips
+    first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
     channel = tl.program_id(1) * BLOCK_C
     c = channel + tl.arange(0, BLOCK_C)
-    inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
     group = sample * num_groups + c // GROUP_SIZE
+    group_mean = load_rows(mean, group, c < channels, 0.0)
     group_rstd = load_rows(rstd, group, c < channels, 0.0)
-    weight = load_rows(norm_weight, c, c < channels, 1.0)
-    shift = load_rows(norm_bias, c, c < channels, 0.0)
-    source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32)
-    normalized = (ACTIVATION(values, 0.0, 0.0) - load_rows(mean, group, c < channels, 0.0)) * group_rstd
-    source = tile_offsets(gradient_strides, GRADIENT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    dy = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
-    dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
     group_projection = load_rows(projection, group, c < channels, 0.0)
     group_gradient_mean = load_rows(gradient_mean, group, c < channels, 0.0)
-    gradient = group_rstd * (dy * weight - group_gradient_mean - normalized * group_projection)
-    gradient = ACTIVATION_GRADIENT(gradient, values, 0.0, 0.0)
-    target = tile_offsets(result_strides, RESULT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    tl.store(input_gradient + target, gradient.to(input_gradient.dtype.element_ty), mask=inside)
+    weight = load_rows(norm_weight, c, c < channels, 1.0)
+    shift = load_rows(norm_bias, c, c < channels, 0.0)
+    total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+    for pixel in range(first_pixel, tl.minimum(first_pixel + STRIP * BLOCK_S, pixels), BLOCK_S):
+        inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
+        source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
+        values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32)
+        normalized = (ACTIVATION(values, 0.0, 0.0) - group_mean) * group_rstd
+        source = tile_offsets(gradient_strides, GRADIENT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
+        dy = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
+        dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
+        gradient = group_rstd * (dy * weight - group_gradient_mean - normalized * group_projection)
+        gradient = ACTIVATION_GRADIENT(gradient, values, 0.0, 0.0)
+        target = tile_offsets(result_strides, RESULT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
+        tl.store(input_gradient + target, gradient.to(input_gradient.dtype.element_ty), mask=inside)
+        if bias_sums is not None:
+            total += tl.where(inside, gradient, 0.0)
     if bias_sums is not None:
-        total = tl.sum(tl.where(inside, gradient, 0.0), 1)
-        tl.store(bias_sums + tl.program_id(0).to(tl.int64) * channels + c, total, mask=c < channels)
+        target = tl.program_id(0).to(tl.int64) * channels + c
+        tl.store(bias_sums + target, tl.sum(total, 1), mask=c < channels)
 
 
 def size_unit(size: int) -> int:
@@ -488,7 +501,7 @@ def image_group_norm_backward(
     """The gradient at ``input`` of ``image_group_norm`` over its own statistics; all [B, C, S] with any strides.
 
     ``norm_sums`` [2, B, config.strips(S), C] becomes the partial sums of the gradients of norm_weight and norm_bias,
-    ``bias_sums`` [B, config.tiles(S), C] those of ``input_gradient`` over the pixels (float32).
+    ``bias_sums`` [B, config.strips(S), C] those of ``input_gradient`` over the pixels (float32).
     """
     if input.numel() == 0:
         return
@@ -496,7 +509,7 @@ def image_group_norm_backward(
     mean, rstd = statistics
     num_groups = mean.numel() // B
     group_size = C // num_groups
-    tiles, strips = config.tiles(S), config.strips(S)
+    strips = config.strips(S)
     block_c = min(64, triton.next_power_of_2(group_size))
     projection, gradient_mean = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     gradient_strides, gradient_units = strides_in_units(output_gradient)
@@ -544,7 +557,7 @@ def image_group_norm_backward(
             BLOCK_T=min(2048 // block_c, triton.next_power_of_2(strips)),
             BLOCK_C=block_c,
         )
-        apply_backward_kernel[(B * tiles, triton.cdiv(C, config.block_c))](
+        apply_backward_kernel[(B * strips, triton.cdiv(C, config.block_c))](
             output_gradient,
             gradient_strides,
             input,
@@ -560,7 +573,7 @@ def image_group_norm_backward(
             bias_sums,
             C,
             S // size_unit(S),
-            tiles,
+            strips,
             num_groups,
             *bounds,
             GRADIENT_UNITS=gradient_units,
@@ -573,5 +586,6 @@ def image_group_norm_backward(
             PIXEL_UNIT=size_unit(S),
             BLOCK_C=config.block_c,
             BLOCK_S=config.block_s,
+            STRIP=config.strip,
             num_warps=config.num_warps,
         )
