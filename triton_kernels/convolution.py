@@ -32,12 +32,12 @@ class StrideOneConvolution:
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """Pixels and output channels of a tile, and input channels of a step."""
+    """Pixels and output channels of a tile, and input channels of a step. With four warps it spills registers."""
 
     block_pixels: int = 128
     block_o: int = 64
     block_c: int = 32
-    num_warps: int = 4
+    num_warps: int = 8
     num_stages: int = 3
 
     def tiles(self, pixels: int) -> int:
