@@ -28,21 +28,29 @@ def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
     return COARSE_GELU if function is GELU and dtype != torch.float32 else function
 
 
+def _bias_left(input, geometry: ConvTranspose2dGeometry, conv_bias: torch.Tensor | None) -> torch.Tensor | None:
+    """What z lacks: the library's convolution would add the bias in a pass of its own, so the norm's passes do."""
+    return None if direct_convolution.takes(input, geometry) else conv_bias
+
+
 def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
     *geometry, approximate, eps, training = arguments
     geometry = _geometry(weight, *geometry)
-    activation = _activation(approximate, input.dtype)
+    options = {
+        "activation": _activation(approximate, input.dtype),
+        "input_bias": _bias_left(input, geometry, conv_bias),
+    }
     if direct_convolution.takes(input, geometry):
-        z, partials = direct_convolution.forward(input, weight, conv_bias, geometry, activation)
+        z, partials = direct_convolution.forward(input, weight, conv_bias, geometry, options["activation"])
         statistics = partials.merge(num_groups, z[0, 0].numel(), eps)
     else:
-        z = convolution.conv_transpose2d(input, weight, conv_bias, geometry)
+        z = convolution.conv_transpose2d(input, weight, geometry)
         values = z.flatten(2)
-        statistics = image_statistics(values, num_groups, eps, ImageNormConfig.fit(values), activation=activation)
+        statistics = image_statistics(values, num_groups, eps, ImageNormConfig.fit(values), **options)
     output = torch.empty_like(z, memory_format=memory_format(input))
     values, result = z.flatten(2), output.flatten(2)
     config = ImageNormConfig.fit(values, result)
-    image_group_norm(values, statistics, norm_weight, norm_bias, config, output=result, activation=activation)
+    image_group_norm(values, statistics, norm_weight, norm_bias, config, output=result, **options)
     return (output, z, statistics) if training else (output, z.new_empty(0), statistics.new_empty(0))
 
 
@@ -65,7 +73,9 @@ def _sums_over_samples_and_pixels(partials: torch.Tensor) -> torch.Tensor:
     return column_sums(column_sums(partials.flatten(0, 1)).view(sums, B, C))
 
 
-def _backward_kernels(gradient, input, weight, z, statistics, norm_weight, norm_bias, num_groups, *arguments):
+def _backward_kernels(
+    gradient, input, weight, z, statistics, conv_bias, norm_weight, norm_bias, num_groups, *arguments
+):
     """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
     *geometry, approximate, input_wanted, weight_wanted = arguments
     geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
@@ -89,6 +99,7 @@ def _backward_kernels(gradient, input, weight, z, statistics, norm_weight, norm_
             norm_sums=norm_sums[:, samples],
             bias_sums=bias_sums[0, samples],
             activation=_activation(approximate, z.dtype),
+            input_bias=_bias_left(input, geometry, conv_bias),
         )
 
     if direct_convolution.takes(input, geometry) and direct_convolution.differentiates(z, input, geometry):
@@ -101,7 +112,7 @@ def _backward_kernels(gradient, input, weight, z, statistics, norm_weight, norm_
     return *(input.new_empty(0) if gradient is None else gradient for gradient in gradients), sums
 
 
-def _backward_fake(gradient, input, weight, z, statistics, norm_weight, norm_bias, num_groups, *arguments):
+def _backward_fake(gradient, input, weight, z, *arguments):
     gradients = (
         torch.empty_like(tensor, memory_format=memory_format(tensor)) if wanted else tensor.new_empty(0)
         for tensor, wanted in zip((input, weight), arguments[-2:], strict=True)
@@ -120,7 +131,7 @@ _operator = operators.define(
 )
 _backward_operator = operators.define(
     "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor input, Tensor weight, Tensor z,"
-    " Tensor statistics, Tensor? norm_weight, Tensor? norm_bias, int num_groups,"
+    " Tensor statistics, Tensor? conv_bias, Tensor? norm_weight, Tensor? norm_bias, int num_groups,"
     f" {_GEOMETRY}, str approximate, bool input_wanted, bool weight_wanted) -> (Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
@@ -141,6 +152,7 @@ def _backward(ctx, gradient):
         weight,
         z,
         statistics,
+        conv_bias,
         norm_weight,
         norm_bias,
         ctx.num_groups,

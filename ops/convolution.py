@@ -110,10 +110,8 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     return torch.channels_last
 
 
-def conv_transpose2d(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: ConvTranspose2dGeometry
-) -> torch.Tensor:
-    """The library's, rounded to the input's dtype, in the input's memory format.
+def conv_transpose2d(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> torch.Tensor:
+    """The library's without a bias, rounded to the input's dtype, in the input's memory format.
 
     It follows PyTorch's settings (TF32, determinism) and so is as accurate as PyTorch's: cuDNN's deterministic
     algorithms alone would be TF32 where PyTorch's own choice is float32 (seen on an H200 at small sizes).
@@ -121,7 +119,7 @@ def conv_transpose2d(
     z = torch.conv_transpose2d(
         input,
         weight,
-        None if bias is None else bias.to(input.dtype),
+        None,
         geometry.stride,
         geometry.padding,
         geometry.output_padding,

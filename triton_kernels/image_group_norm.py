@@ -69,6 +69,7 @@ def load_rows(vector, index, inside, default):
 def partial_statistics_kernel(
     input,  # [B, C, S]
     strides,  # of input, in units of UNITS
+    input_bias,  # [C] or None: added to the input
     counts,  # [B, tiles]: pixels of each tile
     means,  # [B, tiles, C]
     m2s,  # [B, tiles, C]
@@ -89,7 +90,8 @@ def partial_statistics_kernel(
     c = channel + tl.arange(0, BLOCK_C)
     inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
     offsets = tile_offsets(strides, UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    values = ACTIVATION(tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32), 0.0, 0.0)
+    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    values = ACTIVATION(values + load_rows(input_bias, c, c < channels, 0.0), 0.0, 0.0)
     count = tl.minimum(pixels - pixel, BLOCK_S)
     values = tl.where(inside, values, 0.0)
     mean = tl.sum(values, 1) / count
@@ -150,6 +152,7 @@ def merge_statistics_kernel(
 def apply_kernel(
     input,  # [B, C, S]
     input_strides,
+    input_bias,  # [C] or None: added to the input
     output,  # [B, C, S]
     output_strides,
     mean,  # [B * G]
@@ -180,7 +183,8 @@ def apply_kernel(
     inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
     group = sample * num_groups + c // GROUP_SIZE
     source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    values = ACTIVATION(tl.load(input + source, mask=inside, other=0.0).to(tl.float32), 0.0, 0.0)
+    values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32)
+    values = ACTIVATION(values + load_rows(input_bias, c, c < channels, 0.0), 0.0, 0.0)
     normalized = (values - load_rows(mean, group, c < channels, 0.0)) * load_rows(rstd, group, c < channels, 0.0)
     weight = load_rows(norm_weight, c, c < channels, 1.0)
     shift = load_rows(norm_bias, c, c < channels, 0.0)
@@ -195,6 +199,7 @@ def channel_sums_kernel(
     gradient_strides,
     input,  # [B, C, S]
     input_strides,
+    input_bias,  # [C] or None: added to the input
     mean,  # [B * G]
     rstd,  # [B * G]
     norm_weight,  # [C] or None
@@ -228,12 +233,13 @@ def channel_sums_kernel(
     group_rstd = load_rows(rstd, group, c < channels, 0.0)
     weight = load_rows(norm_weight, c, c < channels, 1.0)
     shift = load_rows(norm_bias, c, c < channels, 0.0)
+    before = load_rows(input_bias, c, c < channels, 0.0)
     weight_sum = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     shift_sum = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     for pixel in range(first_pixel, tl.minimum(first_pixel + STRIP * BLOCK_S, pixels), BLOCK_S):
         inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
         source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        values = ACTIVATION(tl.load(input + source, mask=inside, other=0.0).to(tl.float32), 0.0, 0.0)
+        values = ACTIVATION(tl.load(input + source, mask=inside, other=0.0).to(tl.float32) + before, 0.0, 0.0)
         normalized = (values - group_mean) * group_rstd
         source = tile_offsets(gradient_strides, GRADIENT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
         dy = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
@@ -287,6 +293,7 @@ def apply_backward_kernel(
     gradient_strides,
     input,  # [B, C, S]
     input_strides,
+    input_bias,  # [C] or None: added to the input
     input_gradient,  # [B, C, S]
     result_strides,
     mean,  # [B * G]
@@ -329,11 +336,12 @@ def apply_backward_kernel(
     group_gradient_mean = load_rows(gradient_mean, group, c < channels, 0.0)
     weight = load_rows(norm_weight, c, c < channels, 1.0)
     shift = load_rows(norm_bias, c, c < channels, 0.0)
+    before = load_rows(input_bias, c, c < channels, 0.0)
     total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     for pixel in range(first_pixel, tl.minimum(first_pixel + STRIP * BLOCK_S, pixels), BLOCK_S):
         inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
         source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32) + before
         normalized = (ACTIVATION(values, 0.0, 0.0) - group_mean) * group_rstd
         source = tile_offsets(gradient_strides, GRADIENT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
         dy = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
@@ -403,9 +411,18 @@ class PartialStatistics:
 
 
 def image_statistics(
-    input: torch.Tensor, num_groups: int, eps: float, config: ImageNormConfig, *, activation: Pointwise = IDENTITY
+    input: torch.Tensor,
+    num_groups: int,
+    eps: float,
+    config: ImageNormConfig,
+    *,
+    input_bias: torch.Tensor | None = None,
+    activation: Pointwise = IDENTITY,
 ) -> torch.Tensor:
-    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of the activated ``input`` [B, C, S]."""
+    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of activation(input + input_bias).
+
+    ``input`` is [B, C, S] with any strides, ``input_bias`` [C] or None.
+    """
     B, C, S = input.shape
     if input.numel() == 0:
         return torch.zeros(2, B * num_groups, dtype=torch.float32, device=input.device)
@@ -416,6 +433,7 @@ def image_statistics(
         partial_statistics_kernel[(B * tiles, triton.cdiv(C, config.block_c))](
             input,
             strides,
+            input_bias,
             partials.counts,
             partials.means,
             partials.m2s,
@@ -440,13 +458,14 @@ def image_group_norm(
     config: ImageNormConfig,
     *,
     output: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """output = final((activation(input) - mean) * rstd * norm_weight + norm_bias), both [B, C, S] with any strides.
 
-    ``statistics`` are those of ``image_statistics``, or of other samples' slices of them.
+    ``statistics`` are those of ``image_statistics``. ``input_bias`` [C] is added to the input first.
     """
     if input.numel() == 0:
         return
@@ -460,6 +479,7 @@ def image_group_norm(
         apply_kernel[(B * tiles, triton.cdiv(C, config.block_c))](
             input,
             input_strides,
+            input_bias,
             output,
             output_strides,
             mean,
@@ -494,6 +514,7 @@ def image_group_norm_backward(
     input_gradient: torch.Tensor,
     norm_sums: torch.Tensor,
     bias_sums: torch.Tensor | None = None,
+    input_bias: torch.Tensor | None = None,
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
@@ -521,6 +542,7 @@ def image_group_norm_backward(
             gradient_strides,
             input,
             input_strides,
+            input_bias,
             mean,
             rstd,
             norm_weight,
@@ -562,6 +584,7 @@ def image_group_norm_backward(
             gradient_strides,
             input,
             input_strides,
+            input_bias,
             input_gradient,
             result_strides,
             mean,

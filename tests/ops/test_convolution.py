@@ -199,7 +199,7 @@ def test_library_follows_pytorchs_settings(monkeypatch, setting):
     monkeypatch.setattr(torch, "conv_transpose2d", record(torch.conv_transpose2d))
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", setting)
     geometry = check_conv_transpose2d(INPUT, WEIGHT, **VALID)
-    convolution.conv_transpose2d(INPUT, WEIGHT, None, geometry)
+    convolution.conv_transpose2d(INPUT, WEIGHT, geometry)
     assert seen == [setting]
 
 
@@ -209,7 +209,7 @@ def test_library_keeps_the_format(format):
     input = INPUT.to(memory_format=format)
     for weight in (WEIGHT, WEIGHT.to(memory_format=torch.channels_last)):
         geometry = check_conv_transpose2d(input, weight, **VALID)
-        z = convolution.conv_transpose2d(input, weight, torch.ones(3), geometry)
+        z = convolution.conv_transpose2d(input, weight, geometry)
         assert z.shape == (2, 3, 7, 7) and z.is_contiguous(memory_format=format)
         gradients = convolution.conv_transpose2d_gradients(z, input, weight, geometry, (True, True))
         for gradient, tensor in zip(gradients, (input, weight), strict=True):
