@@ -295,29 +295,27 @@ def assert_multiplies_as_hopper_does(kernel):
 @by_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_image_group_norm(dtype, format, arch):
-    """As L19 calls it: 16-bit z is always channels_last, float32's is of its input's format, as the result is."""
-    z = images(dtype, CHANNELS_LAST if dtype.itemsize == 2 else format, size=SIZE + 2).flatten(2)
+    """As L19 calls it: 16-bit z is always channels_last, float32's is of its input's format, as the result is.
+
+    The gradient comes in z's format, and without the convolution's bias float32's z is.
+    """
+    short = dtype.itemsize == 2
+    z = images(dtype, CHANNELS_LAST if short else format, size=SIZE + 2).flatten(2)
     output = images(dtype, format, size=SIZE + 2).flatten(2)
     vector = vectors(dtype)
     B, C, S = z.shape
-    forward, backward = ImageNormConfig.fit(C), ImageNormConfig.fit(C, most_channels=32)
-    norm_sums = torch.empty(2, B, backward.strips(S), C, device=META)
-    bias_sums = torch.empty(B, backward.tiles(S), C, device=META)
+    alone, both = ImageNormConfig.fit(z), ImageNormConfig.fit(z, output)
+    norm_sums = torch.empty(2, B, alone.strips(S), C, device=META)
+    bias_sums = torch.empty(B, alone.strips(S), C, device=META)
 
     def launch():
-        for activation in (COARSE_GELU if dtype.itemsize == 2 else GELU, GELU_TANH):
-            statistics = image_group_norm.image_statistics(z, 8, 1e-5, forward, activation=activation)
+        for activation in (COARSE_GELU if short else GELU, GELU_TANH):
+            options = {"activation": activation, "input_bias": None if short else vector}
+            statistics = image_group_norm.image_statistics(z, 8, 1e-5, alone, **options)
             arguments = (statistics, vector, vector)
-            image_group_norm.image_group_norm(z, *arguments, forward, output=output, activation=activation)
+            image_group_norm.image_group_norm(z, *arguments, both, output=output, **options)
             image_group_norm.image_group_norm_backward(
-                output,
-                z,
-                *arguments,
-                backward,
-                input_gradient=z,
-                norm_sums=norm_sums,
-                bias_sums=bias_sums,
-                activation=activation,
+                z, z, *arguments, alone, input_gradient=z, norm_sums=norm_sums, bias_sums=bias_sums, **options
             )
 
     kernels = compile_launches(launch, arch)
@@ -331,8 +329,8 @@ def test_image_group_norm(dtype, format, arch):
 def test_image_copy(source, target, size, arch):
     def launch():
         for dtype in (torch.bfloat16, torch.float32):
-            views = (images(dtype, format, size=size).flatten(2) for format in (source, target))
-            image_copy.copy_image(*views, ImageNormConfig.fit(CHANNELS))
+            views = [images(dtype, format, size=size).flatten(2) for format in (source, target)]
+            image_copy.copy_image(*views, ImageNormConfig.fit(*views))
 
     assert_fit_without_spills(compile_launches(launch, arch))
 
