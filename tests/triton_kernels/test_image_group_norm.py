@@ -1,0 +1,315 @@
+"""Norm passes over images of any strides: partial statistics and their merge, the norm, and its gradients."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from triton_kernels.image_group_norm import (
+    ImageNormConfig,
+    PartialStatistics,
+    image_group_norm,
+    image_group_norm_backward,
+    image_statistics,
+)
+from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY
+
+#: A strip of the backward pass is a tile, several, or more than there are.
+CONFIGS = [ImageNormConfig(4, 16, strip=1), ImageNormConfig(16, 8, strip=2), ImageNormConfig(2, 64)]
+#: (samples, groups, group size, pixels): the last tile of the 17 pixels holds a single one.
+SIZES = [(2, 3, 5, 17), (3, 2, 1, 33), (1, 4, 6, 1), (2, 1, 20, 129)]
+FORMATS = ("contiguous", "channels_last", "strided")
+ACTIVATIONS = {
+    "identity": (IDENTITY, lambda z: z),
+    "gelu": (GELU, F.gelu),
+    "gelu_tanh": (GELU_TANH, lambda z: F.gelu(z, approximate="tanh")),
+    "coarse_gelu": (COARSE_GELU, F.gelu),
+}
+BOUNDS = (-0.75, 1.5)
+
+by_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
+by_size = pytest.mark.parametrize("size", SIZES, ids=str)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_format(values, format):
+    """The same [B, C, S] in other memory; NaN lies between what is "strided"."""
+    if format == "contiguous":
+        return values.clone(memory_format=torch.contiguous_format)
+    if format == "channels_last":
+        return values.mT.clone(memory_format=torch.contiguous_format).mT
+    B, C, S = values.shape
+    memory = values.new_full((S, B + 1, 2 * C + 1), torch.nan)
+    view = memory[:, 1:, 1::2].permute(1, 2, 0)
+    view.copy_(values)
+    return view
+
+
+def assert_statistics_match(statistics, exact, *, rtol=2e-6, atol=1e-6, eps=1e-5):
+    """``exact`` are the groups' values [B * groups, width] in float64."""
+    mean, rstd = statistics.double()
+    torch.testing.assert_close(mean, exact.mean(1), rtol=1e-6, atol=atol)
+    torch.testing.assert_close(rstd, (exact.var(1, correction=0) + eps).rsqrt(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@by_config
+@by_size
+def test_statistics(size, config, format):
+    samples, num_groups, group_size, pixels = size
+    values = normal(samples, num_groups * group_size, pixels, seed=pixels) + 0.5
+    for eps in (1e-5, 0.25):
+        statistics = image_statistics(in_format(values, format), num_groups, eps, config)
+        assert_statistics_match(statistics, values.double().view(samples * num_groups, -1), eps=eps)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_statistics_of_activated_values(name):
+    """What lies past the last channel and pixel is activated too, and must not be counted."""
+    activation, function = ACTIVATIONS[name]
+    values = normal(2, 12, 100)
+    statistics = image_statistics(values, 4, 1e-5, CONFIGS[1], activation=activation)
+    assert_statistics_match(statistics, function(values.double()).view(8, -1), rtol=5e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("offset, spread", [(1e3, 1e-2), (-3e6, 1.0), (1e4, 1.0)], ids=str)
+@by_config
+def test_values_far_from_zero(config, offset, spread):
+    """Means are rounded to float32, and the deviation may be as wrong: at 1e3 that is 3e-5.
+
+    E[x^2] - E[x]^2 would be wrong by the rounding of the square.
+    """
+    values = normal(2, 6, 201) * spread + offset
+    exact = values.double().view(4, -1)
+    rounding = torch.finfo(torch.float32).eps / 2 * abs(offset)
+    statistics = image_statistics(values, 2, 1e-5, config)
+    assert_statistics_match(statistics, exact, rtol=4e-6 + rounding / spread, atol=rounding)
+
+
+def test_means_that_differ_between_channels_and_tiles():
+    """Nearly all of the variance is that of the partial means."""
+    values = normal(1, 6, 64) / 100 + 100 * torch.arange(6.0)[:, None] + 30 * (torch.arange(64) // 16)
+    assert_statistics_match(image_statistics(values, 2, 1e-5, CONFIGS[0]), values.double().view(2, -1))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -12345.678])
+@by_config
+def test_constant_groups(config, value):
+    """They stay their norm's bias: 1/sqrt(eps) = 316 must have nothing to multiply."""
+    values = torch.full((2, 9, 77), value)
+    statistics = image_statistics(values, 3, 1e-5, config)
+    output = torch.full_like(values, torch.nan)
+    image_group_norm(values, statistics, None, torch.full((9,), 0.25), config, output=output)
+    assert ((output - 0.25).abs() <= 316.3 * abs(value) * torch.finfo(torch.float32).eps).all()
+
+
+def test_partial_statistics():
+    """Of each channel in each tile: the counts, the means and the sums of centred squares."""
+    values = normal(2, 3, 20)
+    partials = PartialStatistics.empty(2, 2, 3, values.device)
+    for tile, part in enumerate(values.split(16, dim=2)):
+        partials.counts[:, tile] = part.shape[2]
+        partials.means[:, tile] = part.mean(2)
+        partials.m2s[:, tile] = part.var(2, correction=0) * part.shape[2]
+    for num_groups in (1, 3):
+        merged = partials.merge(num_groups, 20, 1e-5)
+        assert_statistics_match(merged, values.double().view(2 * num_groups, -1))
+        torch.testing.assert_close(merged, image_statistics(values, num_groups, 1e-5, CONFIGS[0]))
+    one = partials[1:]
+    assert torch.equal(one.merge(3, 20, 1e-5), partials.merge(3, 20, 1e-5).view(2, 2, 3)[:, 1])
+
+
+def exact_results(values, gradient, num_groups, weight, bias, function, final):
+    """The result and the gradients of the input, its channels' sums, the weight and the bias, in float64."""
+    leaves = [tensor.double().requires_grad_() for tensor in (values, weight, bias)]
+    output = torch.group_norm(function(leaves[0]), num_groups, *leaves[1:])
+    output = F.hardtanh(output, *BOUNDS) if final is HARDTANH else output
+    input_gradient, *sums = torch.autograd.grad(output, leaves, gradient.double())
+    return output.detach(), input_gradient, input_gradient.sum((0, 2)), *sums
+
+
+def our_results(values, gradient, num_groups, weight, bias, config, output_format, result_format, **options):
+    """As ``exact_results``; every result is NaN before it is written."""
+    B, C, S = values.shape
+    before = {name: options[name] for name in ("activation", "input_bias") if name in options}
+    statistics = image_statistics(values, num_groups, 1e-5, config, **before)
+    poison = torch.full((B, C, S), torch.nan, dtype=values.dtype)
+    output, input_gradient = in_format(poison, output_format), in_format(poison, result_format)
+    norm_sums = torch.full((2, B, config.strips(S), C), torch.nan)
+    bias_sums = torch.full((B, config.strips(S), C), torch.nan)
+    arguments = (statistics, weight, bias, config)
+    image_group_norm(values, *arguments, output=output, bounds=BOUNDS, **options)
+    image_group_norm_backward(
+        gradient,
+        values,
+        *arguments,
+        input_gradient=input_gradient,
+        norm_sums=norm_sums,
+        bias_sums=bias_sums,
+        bounds=BOUNDS,
+        **options,
+    )
+    return output, input_gradient, bias_sums.sum((0, 1)), *norm_sums.sum((1, 2))
+
+
+def assert_all_close(results, truths, tolerance):
+    names = ("output", "input_gradient", "bias_sums", "weight_sums", "shift_sums")
+    for name, result, truth in zip(names, results, truths, strict=True):
+        torch.testing.assert_close(
+            result.double(), truth, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def problem(size):
+    samples, num_groups, group_size, pixels = size
+    channels = num_groups * group_size
+    values, gradient = normal(2, samples, channels, pixels, seed=pixels)
+    weight, bias = normal(2, channels, seed=1)
+    return values, gradient, num_groups, weight, bias
+
+
+@pytest.mark.parametrize("final", [IDENTITY, HARDTANH], ids=["no final", "hardtanh"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@by_config
+@by_size
+def test_against_autograd(size, config, name, final):
+    activation, function = ACTIVATIONS[name]
+    arguments = problem(size)
+    results = our_results(*arguments, config, "contiguous", "contiguous", activation=activation, final=final)
+    assert_all_close(results, exact_results(*arguments, function, final), 1e-4)
+
+
+@pytest.mark.parametrize("input_format, gradient_format", list(itertools.product(FORMATS, FORMATS)))
+@pytest.mark.parametrize("output_format, result_format", list(itertools.product(FORMATS, FORMATS)))
+def test_memory_formats(input_format, gradient_format, output_format, result_format):
+    """Any in, any out."""
+    values, gradient, *vectors = problem((2, 3, 5, 17))
+    truths = exact_results(values, gradient, *vectors, F.gelu, HARDTANH)
+    values, gradient = in_format(values, input_format), in_format(gradient, gradient_format)
+    options = {"activation": GELU, "final": HARDTANH}
+    results = our_results(values, gradient, *vectors, CONFIGS[1], output_format, result_format, **options)
+    assert_all_close(results, truths, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_dtypes(dtype):
+    """Read as they are, computed in float32, rounded once; the sums are of what was not yet rounded."""
+    values, gradient, num_groups, weight, bias = problem((2, 2, 8, 65))
+    arguments = *(t.to(dtype) for t in (values, gradient)), num_groups, weight.to(dtype), bias.to(dtype)
+    results = our_results(*arguments, CONFIGS[0], "channels_last", "contiguous", activation=COARSE_GELU, final=IDENTITY)
+    truths = exact_results(*arguments, F.gelu, IDENTITY)
+    assert results[0].dtype == results[1].dtype == dtype
+    for result, truth in zip(results[:2], truths[:2], strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=0.501 * torch.finfo(dtype).eps, atol=2e-5)
+    for result, truth in zip(results[2:], truths[2:], strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["identity", "gelu"])
+def test_input_bias(name):
+    """Added before the activation, in float32; what lies past the last pixel stays out of the sums."""
+    activation, function = ACTIVATIONS[name]
+    values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
+    input_bias = normal(15, seed=2)
+
+    def shifted(z):
+        return function(z + input_bias.double()[:, None])
+
+    truths = exact_results(values, gradient, num_groups, weight, bias, shifted, HARDTANH)
+    options = {"activation": activation, "final": HARDTANH, "input_bias": input_bias}
+    for config in CONFIGS:
+        arguments = (values, gradient, num_groups, weight, bias, config)
+        results = our_results(*arguments, "contiguous", "channels_last", **options)
+        assert_all_close(results, truths, 1e-4)
+
+
+@pytest.mark.parametrize("absent", ["weight", "bias", "both"])
+def test_without_vectors(absent):
+    values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
+    ones, zeros = torch.ones_like(weight), torch.zeros_like(bias)
+    weight = None if absent in ("weight", "both") else weight
+    bias = None if absent in ("bias", "both") else bias
+    given = (ones if weight is None else weight, zeros if bias is None else bias)
+    truths = exact_results(values, gradient, num_groups, *given, F.gelu, HARDTANH)
+    formats = ("contiguous", "channels_last")
+    options = {"activation": GELU, "final": HARDTANH}
+    results = our_results(values, gradient, num_groups, weight, bias, CONFIGS[1], *formats, **options)
+    assert_all_close(results, truths, 1e-4)
+
+
+def test_some_samples_at_a_time():
+    """Slices of the statistics and of the sums of all samples: the same bits as all at once."""
+    values, gradient, num_groups, weight, bias = problem((5, 3, 5, 33))
+    config, (B, C, S) = CONFIGS[1], values.shape
+    statistics = image_statistics(values, num_groups, 1e-5, config, activation=GELU)
+
+    def results(spans):
+        output, input_gradient = torch.full((2, B, C, S), torch.nan)
+        norm_sums = torch.full((2, B, config.strips(S), C), torch.nan)
+        bias_sums = torch.full((B, config.strips(S), C), torch.nan)
+        for span in spans:
+            of_span = statistics.view(2, B, num_groups)[:, span].flatten(1)
+            arguments = (of_span, weight, bias, config)
+            image_group_norm(values[span], *arguments, output=output[span], activation=GELU)
+            image_group_norm_backward(
+                gradient[span],
+                values[span],
+                *arguments,
+                input_gradient=input_gradient[span],
+                norm_sums=norm_sums[:, span],
+                bias_sums=bias_sums[span],
+                activation=GELU,
+            )
+        return output, input_gradient, norm_sums, bias_sums
+
+    at_once = results([slice(0, B)])
+    for some, all in zip(results([slice(0, 2), slice(2, 4), slice(4, 5)]), at_once, strict=True):
+        assert not some.isnan().any() and torch.equal(some, all)
+
+
+def test_nothing_is_written_beside_the_results():
+    """Channels and pixels past the last are no channels and pixels of a neighbour."""
+    values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
+    statistics = image_statistics(values, num_groups, 1e-5, CONFIGS[1])
+    for format in ("contiguous", "channels_last"):
+        memory = in_format(torch.full((4, 21, 29), 7.0), format)
+        target = memory[1:3, 3:18, 5:22]
+        image_group_norm(values, statistics, weight, bias, CONFIGS[1], output=target)
+        assert not (target == 7.0).any()
+        target.fill_(7.0)
+        assert (memory == 7.0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 5), (2, 6, 0)], ids=str)
+def test_nothing_to_do(shape):
+    empty = torch.empty(shape)
+    statistics = image_statistics(empty, 3, 1e-5, CONFIGS[0])
+    assert torch.equal(statistics, torch.zeros(2, 3 * shape[0]))
+    norm_sums = torch.empty(2, shape[0], CONFIGS[0].strips(shape[2]), 6)
+    image_group_norm(empty, statistics, None, None, CONFIGS[0], output=empty)
+    image_group_norm_backward(
+        empty, empty, statistics, None, None, CONFIGS[0], input_gradient=empty, norm_sums=norm_sums
+    )
+
+
+def test_tiles_and_strips_cover_all_pixels():
+    config = ImageNormConfig(4, 16, strip=4)
+    assert [config.tiles(pixels) for pixels in (1, 16, 17, 129)] == [1, 1, 2, 9]
+    assert [config.strips(pixels) for pixels in (1, 64, 65, 129)] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("channels, pixels", [(1, 1), (5, 3), (64, 66564), (500, 40)])
+def test_tiles_are_long_where_all_pixels_are_contiguous(channels, pixels):
+    """And no wider than the channels, nor longer than the pixels, but for what fills a warp."""
+    contiguous = torch.empty(2, channels, pixels, device="meta")
+    channels_last = torch.empty(2, pixels, channels, device="meta").mT
+    long, wide = ImageNormConfig.fit(contiguous, contiguous), ImageNormConfig.fit(contiguous, channels_last)
+    assert ImageNormConfig.fit(channels_last) == wide or channels == 1
+    for config in (long, wide):
+        assert config.block_c < 2 * channels and config.block_c * config.block_s <= 4096
+    if channels == 64:
+        assert long.block_s == 1024 and wide.block_c == 64
