@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, Pointwise
+from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, Pointwise
 
 FUNCTIONS = {
     "identity": (IDENTITY, lambda z, low, high: z.clone()),
@@ -121,3 +121,24 @@ def test_gelu_tanh_far_below_zero_keeps_its_digits():
     u = math.sqrt(2 / math.pi) * (value.double() + 0.044715 * value.double() ** 3)
     exact = value / (1 + torch.exp(-2 * u))
     assert ((result - exact) / exact).abs().max() < 1e-5
+
+
+def test_coarse_gelu():
+    """As near to float64 as it says, from where GELU is 0 to where it is the identity, and 0 at 0."""
+    value = torch.cat([torch.linspace(-30.0, 30.0, 120001), torch.linspace(-1e-3, 1e-3, 2001)])
+    results = ours(COARSE_GELU, value, torch.ones_like(value), 0.0, 0.0)
+    exact = theirs(lambda z, low, high: F.gelu(z), value.double(), torch.ones_like(value).double(), 0.0, 0.0)
+    for result, truth, allowed in zip(results, exact, (1.4e-6, 5e-6), strict=True):
+        assert (result - truth).abs().max() <= allowed
+    zero, gradient = ours(COARSE_GELU, torch.zeros(1), torch.full((1,), 3.0), 0.0, 0.0)
+    assert zero.item() == 0.0 and abs(gradient.item() - 1.5) <= 3 * 5e-6
+
+
+def test_coarse_gelu_far_from_zero():
+    """There it is 0 or the identity, and nothing overflows; NaN stays NaN."""
+    value = torch.tensor([1.0, -1.0]) * torch.logspace(1.2, 38.5, 500, base=10.0)[:, None]
+    result, gradient = ours(COARSE_GELU, value, torch.full_like(value, 3.0), 0.0, 0.0)
+    assert torch.equal(result[:, 0], value[:, 0]) and not result[:, 1].any()
+    assert torch.equal(gradient, torch.tensor([3.0, 0.0]).expand_as(value))
+    result, gradient = ours(COARSE_GELU, torch.full((1,), math.nan), torch.ones(1), 0.0, 0.0)
+    assert result.isnan() and gradient.isnan()
