@@ -86,7 +86,7 @@ def _backward_kernels(
     bias_sums = torch.empty(1, B, config.strips(S), C, dtype=torch.float32, device=z.device)
 
     def z_gradients(samples, target):
-        # A gradient in another memory format than z is copied first: three passes over mixed formats take longer.
+        # Copied first where z is channels_last and it is not: passes over mixed formats take longer.
         dy = direct_convolution.like_format(gradient[samples], z)
         image_group_norm_backward(
             dy.flatten(2),

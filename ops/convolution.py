@@ -42,6 +42,8 @@ def _pair(name: str, value: int | Sequence[int], least: int) -> Pair:
         checks.number(name, number, (int, torch.SymInt))
         if number < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+        if number >= 2**31:
+            raise ValueError(f"{name} must be less than 2**31, got {value}")
     return values
 
 

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ops.convolution import ConvTranspose2dGeometry, memory_format
-from triton_kernels import convolution_hopper, weight_gradient_hopper
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution, convolution
+from triton_kernels.hopper import runs_hopper_kernels, takes_input
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
 from triton_kernels.pointwise import Pointwise
 
 #: Bytes of the images that are copied or differentiated at a time: many samples a launch, and yet little memory.
 _BYTES_AT_ONCE = 3 * 2**26
-_WEIGHT_GRADIENT = weight_gradient_hopper.WeightGradientConfig(columns=32)
+#: Columns of the weight gradient's tiles: with 32 all taps share what is copied.
+_WEIGHT_GRADIENT_COLUMNS = 32
 
 
 def takes(input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
@@ -28,6 +29,13 @@ def takes(input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
         and input.dtype in (torch.bfloat16, torch.float16)
         and input.shape[0] > 0
     )
+
+
+def _hopper_kernels():
+    """Loaded where they run, so that importing ``ops`` loads no Gluon."""
+    from triton_kernels import convolution_hopper, weight_gradient_hopper
+
+    return convolution_hopper, weight_gradient_hopper
 
 
 def forward_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneConvolution:
@@ -60,8 +68,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _in_channels_last(image: torch.Tensor) -> torch.Tensor:
-    """The image itself, or a copy."""
-    if image.stride(1) == 1:
+    """The image itself where the kernels take it as it lies in memory, or a copy."""
+    if takes_input(image):
         return image
     result = _empty_channels_last(image.shape, image)
     _copy(image, result)
@@ -86,16 +94,20 @@ def forward(
     z = _empty_channels_last((B, channels, height, width), input)
     taps = weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
     problem = forward_convolution(geometry)
-    rows, columns = convolution_hopper.tile_shape(z)
-    in_format = input[:1] if input.stride(1) == 1 else _empty_channels_last((1, *input.shape[1:]), input)
-    if not convolution_hopper.supports(in_format, z, problem):
+    as_it_lies = takes_input(input)
+    in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
+    on_hopper = runs_hopper_kernels(input.device)
+    if on_hopper:
+        hopper, _ = _hopper_kernels()
+    if not on_hopper or not hopper.supports(in_format, z, problem):
         config = ConvolutionConfig.fit(in_channels, channels)
         partials = PartialStatistics.empty(B, config.tiles(height * width), channels, input.device)
         convolution(input, taps, bias, problem, config, output=z, partials=partials, activation=activation)
         return z, partials
+    rows, columns = hopper.tile_shape(z)
     partials = PartialStatistics.empty(B, -(-height // rows) * -(-width // columns), channels, input.device)
-    for span in [slice(0, B)] if input.stride(1) == 1 else _spans(input):
-        convolution_hopper.convolution_hopper(
+    for span in [slice(0, B)] if as_it_lies else _spans(input):
+        hopper.convolution_hopper(
             _in_channels_last(input[span]),
             taps,
             bias,
@@ -120,11 +132,13 @@ def backward(
     ``z_gradients(samples, target)`` writes those of z to ``target``; it is called for a few samples at a time, for all
     of them in the end.
     """
+    _, hopper = _hopper_kernels()
+    config = hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     problem = _input_gradient_convolution(geometry)
     taps = weight.permute(2, 3, 0, 1).contiguous()
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
-    scratch = torch.empty_like(z[spans[0]])
+    scratch = _empty_channels_last(z[spans[0]].shape, z)
     sums = None
     for span in spans:
         z_gradient = scratch[: span.stop - span.start]
@@ -134,10 +148,8 @@ def backward(
         if wanted[1]:
             images = _in_channels_last(input[span]).permute(0, 2, 3, 1), z_gradient.permute(0, 2, 3, 1)
             if sums is None:
-                sums = torch.empty(
-                    weight_gradient_hopper.partials_shape(*images, geometry.kernel_size), device=input.device
-                )
-            weight_gradient_hopper.convolution_weight_gradient(
+                sums = torch.empty(hopper.partials_shape(*images, geometry.kernel_size), device=input.device)
+            hopper.convolution_weight_gradient(
                 *images,
                 sums,
                 input_first=0,
@@ -147,33 +159,34 @@ def backward(
                 dilation=geometry.dilation,
                 shift=forward_convolution(geometry).shift,
                 accumulate=span.start > 0,
-                config=_WEIGHT_GRADIENT,
+                config=config,
             )
     if sums is None:
         return input_gradient, None
-    weight_gradient = weight_gradient_hopper.finish(
-        sums, *images, kernel_size=geometry.kernel_size, config=_WEIGHT_GRADIENT
-    )
+    weight_gradient = hopper.finish(sums, *images, kernel_size=geometry.kernel_size, config=config)
     return input_gradient, weight_gradient.permute(3, 2, 0, 1).flip(2, 3).to(weight.dtype).contiguous()
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
     """Whether ``backward`` takes it: where the kernels for Hopper do; elsewhere the library's gradients are as good."""
+    if not runs_hopper_kernels(z.device):
+        return False
+    convolution_hopper, weight_gradient_hopper = _hopper_kernels()
     in_format = _empty_channels_last((1, *input.shape[1:]), input)
     images = in_format.permute(0, 2, 3, 1), z[:1].permute(0, 2, 3, 1)
-    return (
-        z.stride(1) == 1
-        and convolution_hopper.supports(z, in_format, _input_gradient_convolution(geometry))
-        and weight_gradient_hopper.supports(*images, geometry.kernel_size, geometry.dilation, _WEIGHT_GRADIENT)
-    )
+    config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
+    return convolution_hopper.supports(
+        z, in_format, _input_gradient_convolution(geometry)
+    ) and weight_gradient_hopper.supports(*images, geometry.kernel_size, geometry.dilation, config)
 
 
 def _write_input_gradient(
     z_gradient: torch.Tensor, taps: torch.Tensor, problem: StrideOneConvolution, target: torch.Tensor
 ) -> None:
-    if convolution_hopper.supports(z_gradient, target, problem):
-        convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
+    hopper, _ = _hopper_kernels()
+    if hopper.supports(z_gradient, target, problem):
+        hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
     else:  # rows that the copy engine cannot write
         in_format = _empty_channels_last(target.shape, target)
-        convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
+        hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
         _copy(in_format, target)

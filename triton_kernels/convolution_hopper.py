@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
-from triton_kernels.hopper import runs_hopper_kernels
+from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
 from triton_kernels.image_group_norm import PartialStatistics
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
@@ -44,13 +44,9 @@ _MOST_STAGES = 6
 _RESERVED_BYTES = 4096
 
 
-def _is_channels_last(image: torch.Tensor) -> bool:
-    return image.stride(1) == 1
-
-
 def tile_shape(output: torch.Tensor) -> tuple[int, int]:
     """Rows and columns of the tiles of an output of this memory format."""
-    return (16, 8) if _is_channels_last(output) else (4, 32)
+    return (16, 8) if is_channels_last(output) else (4, 32)
 
 
 def _halo(convolution: StrideOneConvolution) -> int:
@@ -68,23 +64,15 @@ def _stages(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneCon
     return min((SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // box, _MOST_STAGES)
 
 
-def _is_copyable(image: torch.Tensor) -> bool:
-    """Whether the copy engine takes it: contiguous channels or pixels, all other strides multiples of 16 bytes."""
-    strides = [stride for stride in image.stride() if stride != 1]
-    aligned = all(stride * image.element_size() % 16 == 0 for stride in strides) and image.data_ptr() % 16 == 0
-    return aligned and len(strides) == 3 and (image.stride(1) == 1 or image.stride(3) == 1)
-
-
 def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> bool:
     """Whether ``convolution_hopper`` takes it: architecture, dtypes, alignment, weights that fit into shared memory."""
     return (
         runs_hopper_kernels(input.device)
         and input.dtype in (torch.bfloat16, torch.float16)
         and 0 not in (input.numel(), output.numel())
-        and _is_channels_last(input)
-        and _is_copyable(input)
-        and _is_copyable(output)
-        and (_is_channels_last(output) or output.element_size() == 2)
+        and takes_input(input)
+        and is_copyable(output)
+        and (is_channels_last(output) or output.element_size() == 2)
         and _halo(convolution) <= _WIDEST_HALO
         and _stages(input, output, convolution) >= 2
     )
@@ -158,7 +146,10 @@ def channel_statistics(values, inside, count, MASKED: gl.constexpr):
     mean = gl.sum(values, 1) / count
     centred = values - gl.expand_dims(mean, 1)
     if MASKED:
-        centred = gl.where(inside, centred, 0.0)
+        # The count may be no power of two: what rounding left of the mean.
+        correction = gl.sum(gl.where(inside, centred, 0.0), 1) / count
+        mean += correction
+        centred = gl.where(inside, centred - gl.expand_dims(correction, 1), 0.0)
     return mean, gl.sum(centred * centred, 1)
 
 
@@ -348,7 +339,7 @@ def convolution_kernel(
 
 def _descriptor(image: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Of boxes of 64 channels and ``rows`` x ``columns`` pixels of a channels_last image, or of a contiguous one."""
-    if _is_channels_last(image):
+    if is_channels_last(image):
         view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, _CHANNELS], 128
     else:
         view, box, swizzle = image.permute(0, 2, 1, 3), [1, rows, _CHANNELS, columns], 64

@@ -1,14 +1,37 @@
-"""Where the kernels written in Gluon for Hopper run."""
+"""Where the kernels written in Gluon for Hopper run, and the images they take; this loads no Gluon itself."""
+
+import functools
 
 import torch
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from triton_kernels.device import INTERPRETED, architecture
 
-#: Triton 3.9 gives the copies other names; there the portable kernels run.
-_HAS_COPIES = hasattr(tma, "async_copy_global_to_shared")
+
+@functools.cache
+def _has_copies() -> bool:
+    """Triton 3.9 gives the copies other names; there the portable kernels run."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return hasattr(tma, "async_copy_global_to_shared")
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
     """Compute capability 9.0, kernels that are compiled, not interpreted, and a Triton that has what they call."""
-    return not INTERPRETED and _HAS_COPIES and architecture(device) == 90
+    return not INTERPRETED and architecture(device) == 90 and _has_copies()
+
+
+def is_channels_last(image: torch.Tensor) -> bool:
+    """Whether the channels of an image [N, C, H, W] are contiguous."""
+    return image.stride(1) == 1
+
+
+def is_copyable(image: torch.Tensor) -> bool:
+    """Whether the copy engine takes it: contiguous channels or pixels, all other strides multiples of 16 bytes."""
+    strides = [stride for stride in image.stride() if stride != 1]
+    aligned = all(stride > 0 and stride * image.element_size() % 16 == 0 for stride in strides)
+    return aligned and len(strides) == 3 and 1 in (image.stride(1), image.stride(3)) and image.data_ptr() % 16 == 0
+
+
+def takes_input(image: torch.Tensor) -> bool:
+    """Whether ``image`` can be the input as it lies in memory: channels_last, and what the copy engine takes."""
+    return is_channels_last(image) and is_copyable(image)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import grid_of, second_place
 from triton_kernels.image_group_norm import ImageNormConfig, size_unit, strides_in_units, tile_offsets
 
 
@@ -27,7 +28,7 @@ def copy_kernel(
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // tiles
     pixel = tl.program_id(0) % tiles * BLOCK_S
-    channel = tl.program_id(1) * BLOCK_C
+    channel = second_place() * BLOCK_C
     inside = (channel + tl.arange(0, BLOCK_C) < channels)[:, None]
     inside = inside & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
     offsets = tile_offsets(source_strides, SOURCE_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
@@ -46,7 +47,7 @@ def copy_image(source: torch.Tensor, target: torch.Tensor, config: ImageNormConf
     target_strides, target_units = strides_in_units(target)
     unit = size_unit(S)
     with on_device_of(source):
-        copy_kernel[(B * tiles, triton.cdiv(C, config.block_c))](
+        copy_kernel[grid_of(B * tiles, triton.cdiv(C, config.block_c))](
             source,
             source_strides,
             target,

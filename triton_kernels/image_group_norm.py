@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import grid_of, second_place
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
@@ -86,7 +87,7 @@ def partial_statistics_kernel(
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // tiles
     pixel = tl.program_id(0) % tiles * BLOCK_S
-    channel = tl.program_id(1) * BLOCK_C
+    channel = second_place() * BLOCK_C
     c = channel + tl.arange(0, BLOCK_C)
     inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
     offsets = tile_offsets(strides, UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
@@ -135,6 +136,7 @@ def merge_statistics_kernel(
             weighted += share[:, None] * tl.load(means + source, mask=inside, other=0.0)
     group_mean = tl.sum(tl.sum(weighted, 1), 0)
     variances = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    drifts = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for tile in range(0, tiles, BLOCK_T):
         t = tile + tl.arange(0, BLOCK_T)
         share = tl.load(counts + sample * tiles + t, mask=t < tiles, other=0.0) / width
@@ -144,8 +146,11 @@ def merge_statistics_kernel(
             source = (sample * tiles + t)[:, None] * channels + (first_channel + c)[None, :]
             away = tl.where(inside, tl.load(means + source, mask=inside, other=0.0) - group_mean, 0.0)
             variances += tl.load(m2s + source, mask=inside, other=0.0) / width + share[:, None] * (away * away)
-    tl.store(mean + tl.program_id(0), group_mean)
-    tl.store(rstd + tl.program_id(0), reciprocal_deviation(tl.sum(tl.sum(variances, 1), 0), eps))
+            drifts += share[:, None] * away
+    drift = tl.sum(tl.sum(drifts, 1), 0)  # what rounding, that of the shares too, left of the mean
+    variance = tl.maximum(tl.sum(tl.sum(variances, 1), 0) - drift * drift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(mean + tl.program_id(0), group_mean + drift)
+    tl.store(rstd + tl.program_id(0), reciprocal_deviation(variance, eps))
 
 
 @triton.jit
@@ -178,7 +183,7 @@ def apply_kernel(
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // tiles
     pixel = tl.program_id(0) % tiles * BLOCK_S
-    channel = tl.program_id(1) * BLOCK_C
+    channel = second_place() * BLOCK_C
     c = channel + tl.arange(0, BLOCK_C)
     inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
     group = sample * num_groups + c // GROUP_SIZE
@@ -226,7 +231,7 @@ def channel_sums_kernel(
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
     first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
-    channel = tl.program_id(1) * BLOCK_C
+    channel = second_place() * BLOCK_C
     c = channel + tl.arange(0, BLOCK_C)
     group = sample * num_groups + c // GROUP_SIZE
     group_mean = load_rows(mean, group, c < channels, 0.0)
@@ -327,7 +332,7 @@ def apply_backward_kernel(
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
     first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
-    channel = tl.program_id(1) * BLOCK_C
+    channel = second_place() * BLOCK_C
     c = channel + tl.arange(0, BLOCK_C)
     group = sample * num_groups + c // GROUP_SIZE
     group_mean = load_rows(mean, group, c < channels, 0.0)
@@ -430,7 +435,7 @@ def image_statistics(
     partials = PartialStatistics.empty(B, tiles, C, input.device)
     strides, units = strides_in_units(input)
     with on_device_of(input):
-        partial_statistics_kernel[(B * tiles, triton.cdiv(C, config.block_c))](
+        partial_statistics_kernel[grid_of(B * tiles, triton.cdiv(C, config.block_c))](
             input,
             strides,
             input_bias,
@@ -476,7 +481,7 @@ def image_group_norm(
     input_strides, input_units = strides_in_units(input)
     output_strides, output_units = strides_in_units(output)
     with on_device_of(input):
-        apply_kernel[(B * tiles, triton.cdiv(C, config.block_c))](
+        apply_kernel[grid_of(B * tiles, triton.cdiv(C, config.block_c))](
             input,
             input_strides,
             input_bias,
@@ -537,7 +542,7 @@ def image_group_norm_backward(
     input_strides, input_units = strides_in_units(input)
     result_strides, result_units = strides_in_units(input_gradient)
     with on_device_of(input):
-        channel_sums_kernel[(B * strips, triton.cdiv(C, config.block_c))](
+        channel_sums_kernel[grid_of(B * strips, triton.cdiv(C, config.block_c))](
             output_gradient,
             gradient_strides,
             input,
@@ -579,7 +584,7 @@ def image_group_norm_backward(
             BLOCK_T=min(2048 // block_c, triton.next_power_of_2(strips)),
             BLOCK_C=block_c,
         )
-        apply_backward_kernel[(B * strips, triton.cdiv(C, config.block_c))](
+        apply_backward_kernel[grid_of(B * strips, triton.cdiv(C, config.block_c))](
             output_gradient,
             gradient_strides,
             input,

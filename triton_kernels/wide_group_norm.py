@@ -76,15 +76,18 @@ def merge_statistics_kernel(
         weighted += share * tl.load(partial_mean + source + index, mask=index < blocks, other=0.0)
     merged_mean = tl.sum(weighted, 0)
     variances = tl.zeros((MERGE,), tl.float32)
+    drifts = tl.zeros((MERGE,), tl.float32)
     for first in range(0, blocks, MERGE):
         index = first + tl.arange(0, MERGE)
         share = tl.maximum(tl.minimum(width - index * BLOCK, BLOCK), 0).to(tl.float32) / width
-        shift = tl.load(partial_mean + source + index, mask=index < blocks, other=0.0) - merged_mean
-        variances += (
-            tl.load(partial_m2 + source + index, mask=index < blocks, other=0.0) / width + share * shift * shift
-        )
-    tl.store(mean + tl.program_id(0), merged_mean)
-    tl.store(rstd + tl.program_id(0), reciprocal_deviation(tl.sum(variances, 0), eps))
+        away = tl.load(partial_mean + source + index, mask=index < blocks, other=0.0) - merged_mean
+        away = tl.where(index < blocks, away, 0.0)
+        variances += tl.load(partial_m2 + source + index, mask=index < blocks, other=0.0) / width + share * away * away
+        drifts += share * away
+    drift = tl.sum(drifts, 0)  # what rounding, that of the shares too, left of the mean
+    variance = tl.maximum(tl.sum(variances, 0) - drift * drift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(mean + tl.program_id(0), merged_mean + drift)
+    tl.store(rstd + tl.program_id(0), reciprocal_deviation(variance, eps))
 
 
 @triton.jit

@@ -109,7 +109,6 @@ def vectors(count, present=True):
 L19_OPERATORS = (
     "conv_transpose2d_gelu_group_norm",
     "conv_transpose2d_gelu_group_norm_backward",
-    "conv_transpose2d_backward",
 )
 
 
@@ -154,13 +153,16 @@ def samples():
         result[name] = []
     for approximate, format in (("none", torch.contiguous_format), ("tanh", torch.channels_last)):
         image, convolved = (random(*shape).to(memory_format=format) for shape in ((M, K, 4, 5), (M, C, 8, 7)))
-        forward, norm_backward, backward = (result[name] for name in L19_OPERATORS)
+        forward, backward = (result[name] for name in L19_OPERATORS)
         for present, training in presence_and_training:
             forward.append([image, kernel, *vectors(3, present), G, *geometry, approximate, eps, training])
-        for present in (True, False):
-            norm_backward.append([convolved + 1, convolved, statistics, *vectors(2, present), G, approximate])
-        for wanted in ((True, True), (True, False), (False, True)):
-            backward.append([convolved, image, kernel, *geometry, *wanted])
+        for present, wanted in ((True, (True, True)), (False, (True, False)), (True, (False, True))):
+            backward.append(
+                [
+                    *(convolved + 1, image, kernel, convolved, statistics, *vectors(3, present)),
+                    *(G, *geometry, approximate, *wanted),
+                ]
+            )
     for name in ("linear_hardtanh_mish_group_norm", "linear_group_norm_hardtanh"):
         result[name] = [
             [input, weight, *vectors(2, present), G, *vectors(2, present), *bounds, eps, training]

@@ -127,6 +127,9 @@ class TestPairs:
         for value in (least - below, (least - below, 3), [3, least - below]):
             check_refused(ValueError, f"{name} must be at least {least}, got {value}", **{name: value})
 
+    def test_too_large(self, name):
+        check_refused(ValueError, f"{name} must be less than 2**31, got {2**31}", **{name: 2**31})
+
 
 @pytest.mark.parametrize(
     "output_padding, stride, dilation",

@@ -2,10 +2,11 @@
 
 import torch
 
+from ops import direct_convolution
 from triton_kernels import convolution_hopper, weight_gradient_hopper
 from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import architecture
-from triton_kernels.hopper import runs_hopper_kernels
+from triton_kernels.hopper import runs_hopper_kernels, takes_input
 
 
 def test_not_in_the_interpreter():
@@ -17,3 +18,20 @@ def test_not_in_the_interpreter():
     assert not convolution_hopper.supports(images, images, StrideOneConvolution((3, 3), (1, 1), (-1, -1)))
     config = weight_gradient_hopper.WeightGradientConfig()
     assert not weight_gradient_hopper.supports(nhwc, nhwc, (3, 3), (1, 1), config)
+
+
+def test_inputs_that_are_taken_as_they_lie():
+    """Channels_last in rows of 16 bytes; strides of axes of length one and of expanded ones count too."""
+    images = torch.zeros(4, 72, 5, 6, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    assert takes_input(images)
+    assert takes_input(images[:, 8:])
+    for refused in (
+        images.contiguous(),
+        images[:, 4:68],
+        images[:1].expand(4, -1, -1, -1),
+        torch.zeros(4, 64, 1, 1, dtype=torch.bfloat16),
+        torch.zeros(4, 68, 5, 6, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last),
+    ):
+        assert not takes_input(refused)
+        copy = direct_convolution._in_channels_last(refused[:, :64])
+        assert takes_input(copy) and torch.equal(copy, refused[:, :64])
