@@ -265,7 +265,7 @@ CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 SAMPLES, CHANNELS, SIZE = 128, 64, 256
 GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
 
-with_copies = pytest.mark.skipif(not hopper._HAS_COPIES, reason="this Triton has no such copies: nothing calls them")
+with_copies = pytest.mark.skipif(not hopper.has_copies(), reason="this Triton has no such copies: nothing calls them")
 by_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 by_short_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 by_format = pytest.mark.parametrize("format", [CHANNELS_LAST, CONTIGUOUS], ids=str)
@@ -467,7 +467,7 @@ def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
 @by_short_dtype
 def test_direct_convolution(dtype, format, arch):
     """Forward and backward at the target size: on Hopper by its own kernels, elsewhere by the portable one."""
-    on_hopper = arch == 90 and hopper._HAS_COPIES
+    on_hopper = arch == 90 and hopper.has_copies()
     input = images(dtype, format)
     weight = torch.empty(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=META)
 

@@ -8,7 +8,7 @@ from triton_kernels.device import INTERPRETED, architecture
 
 
 @functools.cache
-def _has_copies() -> bool:
+def has_copies() -> bool:
     """Triton 3.9 gives the copies other names; there the portable kernels run."""
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -17,7 +17,7 @@ def _has_copies() -> bool:
 
 def runs_hopper_kernels(device: torch.device) -> bool:
     """Compute capability 9.0, kernels that are compiled, not interpreted, and a Triton that has what they call."""
-    return not INTERPRETED and architecture(device) == 90 and _has_copies()
+    return not INTERPRETED and architecture(device) == 90 and has_copies()
 
 
 def is_channels_last(image: torch.Tensor) -> bool:
