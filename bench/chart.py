@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 matplotlib.use("Agg")
 
@@ -42,14 +43,17 @@ def draw(result: dict) -> Figure:
     peers = [peer for peer in _PEERS if any(row["peer"] == peer for row in rows)]
     for ((product, shape), block), pair in zip(blocks.items(), panels, strict=True):
         for panel, (mode, title) in zip(pair, _MODES.items(), strict=True):
-            _draw_panel(panel, [row for row in block if row["mode"] == mode], _labels(block), peers)
+            present = [peer for peer in peers if any(row["peer"] == peer for row in block)]
+            _draw_panel(panel, [row for row in block if row["mode"] == mode], _labels(block), present)
             panel.set_title(title.format(product))
             panel.set_xlabel(f"time / bare library {product} (lower is better)")
         pair[0].set_yticks(range(len(_labels(block))), _labels(block))
         pair[0].set_ylabel(shape)
         pair[0].invert_yaxis()
     figure.align_ylabels(panels[:, 0])
-    panels[0, 1].legend(frameon=False, loc="lower right")
+    # From colours, not from bars: a peer may have none in a panel.
+    handles = [Patch(color=colour, label=name) for name, colour in (_PEERS[peer] for peer in peers)]
+    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=len(handles))
     header = result["header"]
     rounds = max(row["rounds"] for row in rows)
     figure.suptitle(
