@@ -80,6 +80,8 @@ SMALL_CONVOLUTIONS = {
     "40-72-2x3-padding": (Problem(1, 40, 9, 8, pixels=(5, 16), kernel=(2, 3)), {"padding": (1, 2)}),
     "128-64-1x1": (Problem(1, 128, 8, 8, pixels=(3, 2), kernel=(1, 1)), {}),
     "odd-channels": (Problem(1, 3, 1, 5, pixels=(7, 5)), {"dilation": (1, 2)}),
+    # Their strides are those of both memory formats, and not what the copy engine takes.
+    "single-pixel": (Problem(4, 64, 8, 8, pixels=(1, 1)), {}),
 }
 
 by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
