@@ -28,19 +28,16 @@ def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
     return COARSE_GELU if function is GELU and dtype != torch.float32 else function
 
 
-def _bias_left(input, geometry: ConvTranspose2dGeometry, conv_bias: torch.Tensor | None) -> torch.Tensor | None:
-    """What z lacks: the library's convolution would add the bias in a pass of its own, so the norm's passes do."""
-    return None if direct_convolution.takes(input, geometry) else conv_bias
-
-
 def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
     *geometry, approximate, eps, training = arguments
     geometry = _geometry(weight, *geometry)
+    is_direct = direct_convolution.takes(input, geometry)
+    # The library would add the bias in a pass of its own, so the norm's passes do.
     options = {
         "activation": _activation(approximate, input.dtype),
-        "input_bias": _bias_left(input, geometry, conv_bias),
+        "input_bias": None if is_direct else conv_bias,
     }
-    if direct_convolution.takes(input, geometry):
+    if is_direct:
         z, partials = direct_convolution.forward(input, weight, conv_bias, geometry, options["activation"])
         statistics = partials.merge(num_groups, z[0, 0].numel(), eps)
     else:
@@ -79,6 +76,7 @@ def _backward_kernels(
     """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
     *geometry, approximate, input_wanted, weight_wanted = arguments
     geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
+    is_direct = direct_convolution.takes(input, geometry)
     values = z.flatten(2)
     B, C, S = values.shape
     config = ImageNormConfig.fit(values)
@@ -99,10 +97,10 @@ def _backward_kernels(
             norm_sums=norm_sums[:, samples],
             bias_sums=bias_sums[0, samples],
             activation=_activation(approximate, z.dtype),
-            input_bias=_bias_left(input, geometry, conv_bias),
+            input_bias=None if is_direct else conv_bias,
         )
 
-    if direct_convolution.takes(input, geometry) and direct_convolution.differentiates(z, input, geometry):
+    if is_direct and direct_convolution.differentiates(z, input, geometry):
         gradients = direct_convolution.backward(z_gradients, z, input, weight, geometry, wanted)
     else:
         z_gradient = torch.empty_like(z)

@@ -88,9 +88,8 @@ def normal_cdf(value):
     """P(X <= value) for a standard normal X, (1 + erf(value / sqrt(2))) / 2, within 6e-8, as the formula is in float32.
 
     1/2 + value times a polynomial in value**2, a minimax fit over |value| <= sqrt(28), beyond which this is 0 or 1
-    within 6e-8; y is value**2 mapped to -1 ... 1, which keeps the coefficients small. About 20 multiply-adds, none of
-    which waits for a slow unit: in the convolution's epilogue, where each scheduler has a single warp to choose from,
-    erf takes four times as long, and a quotient with an exponential twice as long (measured on an H200).
+    within 6e-8; y is value**2 mapped to -1 ... 1, which keeps the coefficients small. About 20 multiply-adds and no
+    branch: with it as its epilogue the convolution takes 1.73 ms at the target size, with erf 2.26 (H200).
     """
     y = tl.minimum(value * value, 28.0) * 0.0714285746216774 - 1.0
     ratio = 0.0002757363545242697
