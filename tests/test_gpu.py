@@ -146,7 +146,7 @@ def check_inference(chain, arguments):
 
 def image_arguments(problem, geometry, dtype, format, **options):
     arguments = {**arguments_of(L19, problem, dtype, **options), **geometry}
-    return {**arguments, "input": arguments["input"].contiguous(memory_format=format)}
+    return {**arguments, "input": arguments["input"].to(memory_format=format)}
 
 
 def check_images(arguments, format):
