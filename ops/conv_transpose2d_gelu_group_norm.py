@@ -13,7 +13,7 @@ from triton_kernels.image_group_norm import (
     image_group_norm_backward,
     image_statistics,
 )
-from triton_kernels.pointwise import COARSE_GELU, GELU, Pointwise
+from triton_kernels.pointwise import APPROXIMATE_GELU, GELU, Pointwise, identity
 
 
 def _geometry(weight, stride, padding, output_padding, dilation, groups) -> ConvTranspose2dGeometry:
@@ -22,19 +22,19 @@ def _geometry(weight, stride, padding, output_padding, dilation, groups) -> Conv
     return ConvTranspose2dGeometry(*(tuple(pair) for pair in pairs), groups)
 
 
-def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
-    """GELU; exact to the digits that 16-bit numbers have, where they are 16-bit numbers."""
+def _activation(approximate: str, dtype: torch.dtype, is_direct: bool) -> Pointwise:
+    """GELU; an approximation where values are of 16 bits or, made here, TF32's sums."""
     function = gelu_called(approximate)
-    return COARSE_GELU if function is GELU and dtype != torch.float32 else function
+    return APPROXIMATE_GELU[dtype] if function is GELU and (is_direct or dtype != torch.float32) else function
 
 
 def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
-    *geometry, approximate, eps, training = arguments
+    *geometry, approximate, eps, allow_tf32, training = arguments
     geometry = _geometry(weight, *geometry)
-    is_direct = direct_convolution.takes(input, geometry)
+    is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
     # The library would add the bias in a pass of its own, so the norm's passes do.
     options = {
-        "activation": _activation(approximate, input.dtype),
+        "activation": _activation(approximate, input.dtype, is_direct),
         "input_bias": None if is_direct else conv_bias,
     }
     if is_direct:
@@ -52,15 +52,15 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
 
 
 def _fake(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
-    *geometry, _, _, training = arguments
+    *geometry, _, _, allow_tf32, training = arguments
     geometry = _geometry(weight, *geometry)
     B, C = input.shape[0], weight.shape[1] * geometry.groups
     output = input.new_empty(B, C, *geometry.output_size(*input.shape[2:]))
     output = torch.empty_like(output, memory_format=memory_format(input))
     if not training:
         return output, output.new_empty(0), output.new_empty(0, dtype=torch.float32)
-    z_format = torch.channels_last if direct_convolution.takes(input, geometry) else memory_format(input)
-    z = torch.empty_like(output, memory_format=z_format)
+    is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
+    z = torch.empty_like(output, memory_format=torch.channels_last if is_direct else memory_format(input))
     return output, z, output.new_empty(2, B * num_groups, dtype=torch.float32)
 
 
@@ -74,16 +74,16 @@ def _backward_kernels(
     gradient, input, weight, z, statistics, conv_bias, norm_weight, norm_bias, num_groups, *arguments
 ):
     """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
-    *geometry, approximate, input_wanted, weight_wanted = arguments
+    *geometry, approximate, allow_tf32, input_wanted, weight_wanted = arguments
     geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
-    is_direct = direct_convolution.takes(input, geometry)
+    is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
     values = z.flatten(2)
     B, C, S = values.shape
     config = ImageNormConfig.fit(values)
     norm_sums = torch.empty(2, B, config.strips(S), C, dtype=torch.float32, device=z.device)
     bias_sums = torch.empty(1, B, config.strips(S), C, dtype=torch.float32, device=z.device)
 
-    def z_gradients(samples, target):
+    def z_gradients(samples, target, stored=identity):
         # Copied first where z is channels_last and it is not: passes over mixed formats take longer.
         dy = direct_convolution.like_format(gradient[samples], z)
         image_group_norm_backward(
@@ -96,8 +96,9 @@ def _backward_kernels(
             input_gradient=target.flatten(2),
             norm_sums=norm_sums[:, samples],
             bias_sums=bias_sums[0, samples],
-            activation=_activation(approximate, z.dtype),
+            activation=_activation(approximate, z.dtype, is_direct),
             input_bias=None if is_direct else conv_bias,
+            stored=stored,
         )
 
     if is_direct and direct_convolution.differentiates(z, input, geometry):
@@ -122,7 +123,8 @@ _GEOMETRY = "int[] stride, int[] padding, int[] output_padding, int[] dilation, 
 
 _operator = operators.define(
     "conv_transpose2d_gelu_group_norm(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? norm_weight,"
-    f" Tensor? norm_bias, int num_groups, {_GEOMETRY}, str approximate, float eps, bool training)"
+    f" Tensor? norm_bias, int num_groups, {_GEOMETRY}, str approximate, float eps, bool allow_tf32,"
+    " bool training)"
     " -> (Tensor output, Tensor z, Tensor statistics)",
     _forward,
     _fake,
@@ -130,14 +132,16 @@ _operator = operators.define(
 _backward_operator = operators.define(
     "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor input, Tensor weight, Tensor z,"
     " Tensor statistics, Tensor? conv_bias, Tensor? norm_weight, Tensor? norm_bias, int num_groups,"
-    f" {_GEOMETRY}, str approximate, bool input_wanted, bool weight_wanted) -> (Tensor, Tensor, Tensor)",
+    f" {_GEOMETRY}, str approximate, bool allow_tf32, bool input_wanted, bool weight_wanted)"
+    " -> (Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
 )
 
 
 def _setup_context(ctx, inputs, outputs):
-    input, weight, conv_bias, norm_weight, norm_bias, ctx.num_groups, *ctx.geometry, ctx.approximate, _, _ = inputs
+    input, weight, conv_bias, norm_weight, norm_bias, ctx.num_groups, *arguments, _ = inputs
+    *ctx.geometry, ctx.approximate, _, ctx.allow_tf32 = arguments
     ctx.save_for_backward(input, weight, *outputs[1:], conv_bias, norm_weight, norm_bias)
 
 
@@ -156,11 +160,12 @@ def _backward(ctx, gradient):
         ctx.num_groups,
         *ctx.geometry,
         ctx.approximate,
+        ctx.allow_tf32,
         *wanted,
     )
     gradients = [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
     vectors = operators.vector_gradients(sums, (0, conv_bias), (1, norm_weight), (2, norm_bias))
-    return *gradients, *vectors, *[None] * 9
+    return *gradients, *vectors, *[None] * 10
 
 
 ConvTranspose2dGeluGroupNormFunction = operators.differentiable(_operator, _setup_context, _backward)
@@ -234,6 +239,7 @@ def conv_transpose2d_gelu_group_norm(
         groups,
         approximate,
         float(eps),
+        precision.convolutions_allow_tf32(),
         precision.needs_gradient(input, weight, conv_bias, norm_weight, norm_bias),
     )
 

@@ -2,33 +2,69 @@
 
 Between the kernels images are channels_last. Contiguous ones are copied to that format a few samples at a time, and the
 backward pass goes through a few samples at a time, so that nothing of the images' size is needed but z.
+
+float32 images are taken where PyTorch would convolve them as TF32, and are rounded to that on the way, as cuDNN's are;
+for the weight gradient they are split into bfloat16 images, whose products are within 2**-16 of theirs.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
+import triton
 
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution, convolution
 from triton_kernels.hopper import runs_hopper_kernels, takes_input
-from triton_kernels.image_copy import copy_image
+from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
-from triton_kernels.pointwise import Pointwise
+from triton_kernels.pointwise import Pointwise, identity
+from triton_kernels.tf32 import nearest_tf32
 
 #: Bytes of the images that are copied or differentiated at a time: many samples a launch, and yet little memory.
 _BYTES_AT_ONCE = 3 * 2**26
 #: Columns of the weight gradient's tiles: with 32 all taps share what is copied.
 _WEIGHT_GRADIENT_COLUMNS = 32
+#: Contiguous float32 images of fewer channels, in or out, or of fewer pixels, all samples together, may be convolved in
+#: float32 by cuDNN though TF32 is allowed (on an H200: 2 x 32 x 32 pixels of 64 channels, 8 x 128 x 128 of 8).
+_FEWEST_TF32_CHANNELS = 64
+_FEWEST_TF32_PIXELS = 2**14
 
 
-def takes(input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
-    """Whether z is made here: stride 1, one group, 16-bit numbers (float32 is the library's, at its own precision)."""
-    return (
-        geometry.stride == (1, 1)
-        and geometry.groups == 1
-        and input.dtype in (torch.bfloat16, torch.float16)
-        and input.shape[0] > 0
-    )
+def takes(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry, allow_tf32: bool) -> bool:
+    """Whether z is made here: stride 1, one group, and 16-bit numbers, or float32 ones on Hopper that may be TF32.
+
+    ``allow_tf32`` is PyTorch's setting when the chain was called. All else are properties of the arguments that do not
+    change, so that the fake, the forward and the backward pass come to the same answer.
+    """
+    if geometry.stride != (1, 1) or geometry.groups != 1 or input.shape[0] == 0:
+        return False
+    if input.dtype != torch.float32:
+        return input.dtype in (torch.bfloat16, torch.float16)
+    return allow_tf32 and _is_tf32_in_cudnn(input, weight, geometry) and _is_tf32_on_hopper(input, weight, geometry)
+
+
+def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
+    """Whether PyTorch surely convolves these float32 images as TF32, where it is set to allow that.
+
+    An output padding as large as the stride, as any is here, it gives to another convolution than cuDNN's, and dilated
+    taps too where contiguous images are to be convolved deterministically.
+    """
+    if geometry.output_padding != (0, 0):
+        return False
+    if memory_format(input) == torch.channels_last:
+        return True
+    samples, _, height, width = input.shape
+    channels, pixels = min(weight.shape[:2]), samples * height * width
+    return geometry.dilation == (1, 1) and channels >= _FEWEST_TF32_CHANNELS and pixels >= _FEWEST_TF32_PIXELS
+
+
+def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
+    """Whether the kernel for Hopper takes the images, once they are copied; their sizes do not matter for that."""
+    if not runs_hopper_kernels(input.device):
+        return False
+    hopper, _ = _hopper_kernels()
+    images = (_empty_channels_last((1, channels, 1, 1), input) for channels in weight.shape[:2])
+    return hopper.supports(*images, forward_convolution(geometry))
 
 
 def _hopper_kernels():
@@ -62,9 +98,9 @@ def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor) -> torch.Te
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity) -> None:
     images = source.flatten(2), target.flatten(2)
-    copy_image(*images, ImageNormConfig.fit(*images))
+    copy_image(*images, ImageNormConfig.fit(*images), transform)
 
 
 def _in_channels_last(image: torch.Tensor) -> torch.Tensor:
@@ -74,6 +110,25 @@ def _in_channels_last(image: torch.Tensor) -> torch.Tensor:
     result = _empty_channels_last(image.shape, image)
     _copy(image, result)
     return result
+
+
+def _as_operand(image: torch.Tensor) -> torch.Tensor:
+    """What ``convolution_hopper`` multiplies: the image in channels_last; a copy rounded to TF32 of a float32 one."""
+    if image.dtype != torch.float32:
+        return _in_channels_last(image)
+    result = _empty_channels_last(image.shape, image)
+    _copy(image, result, nearest_tf32)
+    return result
+
+
+def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bfloat16 images that a float32 image is the sum of; another is all of itself. In channels_last."""
+    if image.dtype != torch.float32:
+        return (_in_channels_last(image),)
+    parts = tuple(torch.empty_like(image, dtype=torch.bfloat16, memory_format=torch.channels_last) for _ in range(2))
+    views = [each.flatten(2) for each in (image, *parts)]
+    split_image(*views, ImageNormConfig.fit(*views))
+    return parts
 
 
 def like_format(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -94,7 +149,7 @@ def forward(
     z = _empty_channels_last((B, channels, height, width), input)
     taps = weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
     problem = forward_convolution(geometry)
-    as_it_lies = takes_input(input)
+    as_it_lies = input.dtype != torch.float32 and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
     on_hopper = runs_hopper_kernels(input.device)
     if on_hopper:
@@ -104,11 +159,10 @@ def forward(
         partials = PartialStatistics.empty(B, config.tiles(height * width), channels, input.device)
         convolution(input, taps, bias, problem, config, output=z, partials=partials, activation=activation)
         return z, partials
-    rows, columns = hopper.tile_shape(z)
-    partials = PartialStatistics.empty(B, -(-height // rows) * -(-width // columns), channels, input.device)
+    partials = PartialStatistics.empty(B, hopper.partial_count(in_format, z, problem), channels, input.device)
     for span in [slice(0, B)] if as_it_lies else _spans(input):
         hopper.convolution_hopper(
-            _in_channels_last(input[span]),
+            _as_operand(input[span]),
             taps,
             bias,
             problem,
@@ -120,7 +174,7 @@ def forward(
 
 
 def backward(
-    z_gradients: Callable[[slice, torch.Tensor], None],
+    z_gradients: Callable[[slice, torch.Tensor, triton.runtime.JITFunction], None],
     z: torch.Tensor,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -129,8 +183,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight; None where not wanted.
 
-    ``z_gradients(samples, target)`` writes those of z to ``target``; it is called for a few samples at a time, for all
-    of them in the end.
+    ``z_gradients(samples, target, stored)`` writes those of z to ``target``, each after the pointwise function
+    ``stored``; it is called for a few samples at a time, for all of them in the end.
     """
     _, hopper = _hopper_kernels()
     config = hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
@@ -139,18 +193,24 @@ def backward(
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
     scratch = _empty_channels_last(z[spans[0]].shape, z)
+    stored = nearest_tf32 if z.dtype == torch.float32 else identity
     sums = None
     for span in spans:
         z_gradient = scratch[: span.stop - span.start]
-        z_gradients(span, z_gradient)
+        z_gradients(span, z_gradient, stored)
         if input_gradient is not None:
             _write_input_gradient(z_gradient, taps, problem, input_gradient[span])
-        if wanted[1]:
-            images = _in_channels_last(input[span]).permute(0, 2, 3, 1), z_gradient.permute(0, 2, 3, 1)
-            if sums is None:
-                sums = torch.empty(hopper.partials_shape(*images, geometry.kernel_size), device=input.device)
+        if not wanted[1]:
+            continue
+        inputs, gradients = ([part.permute(0, 2, 3, 1) for part in _split(each)] for each in (input[span], z_gradient))
+        if sums is None:
+            shapes = inputs[0], gradients[0]
+            sums = torch.empty(hopper.partials_shape(*shapes, geometry.kernel_size), device=input.device)
+        # Of split images all products but that of both low parts, which is below the digits that are kept.
+        for i, j in ((0, 0), (0, 1), (1, 0))[: 2 * len(inputs) - 1]:
             hopper.convolution_weight_gradient(
-                *images,
+                inputs[i],
+                gradients[j],
                 sums,
                 input_first=0,
                 gradient_first=0,
@@ -158,12 +218,12 @@ def backward(
                 kernel_size=geometry.kernel_size,
                 dilation=geometry.dilation,
                 shift=forward_convolution(geometry).shift,
-                accumulate=span.start > 0,
+                accumulate=span.start > 0 or i + j > 0,
                 config=config,
             )
     if sums is None:
         return input_gradient, None
-    weight_gradient = hopper.finish(sums, *images, kernel_size=geometry.kernel_size, config=config)
+    weight_gradient = hopper.finish(sums, *shapes, kernel_size=geometry.kernel_size, config=config)
     return input_gradient, weight_gradient.permute(3, 2, 0, 1).flip(2, 3).to(weight.dtype).contiguous()
 
 
@@ -173,7 +233,11 @@ def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose
         return False
     convolution_hopper, weight_gradient_hopper = _hopper_kernels()
     in_format = _empty_channels_last((1, *input.shape[1:]), input)
-    images = in_format.permute(0, 2, 3, 1), z[:1].permute(0, 2, 3, 1)
+    dtype = torch.bfloat16 if z.dtype == torch.float32 else z.dtype  # of what float32 images are split into
+    images = (
+        torch.empty_like(each[:1], dtype=dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1)
+        for each in (input, z)
+    )
     config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     return convolution_hopper.supports(
         z, in_format, _input_gradient_convolution(geometry)
@@ -186,7 +250,7 @@ def _write_input_gradient(
     hopper, _ = _hopper_kernels()
     if hopper.supports(z_gradient, target, problem):
         hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
-    else:  # rows that the copy engine cannot write
+    else:  # rows that the copy engine cannot write, or taps too far apart for a contiguous image's tiles
         in_format = _empty_channels_last(target.shape, target)
         hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
         _copy(in_format, target)

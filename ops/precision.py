@@ -29,6 +29,20 @@ def library_multiplies(dtype: torch.dtype, depth: int) -> bool:
     return depth < SHALLOWEST_FLOAT32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def convolutions_allow_tf32() -> bool:
+    """Whether PyTorch, as it is set, may convolve float32 images as TF32: where cuDNN convolves and is set to.
+
+    ``torch.backends.cudnn.allow_tf32`` sets what is read here, but raises when read where RNNs are set otherwise.
+    torch.compile keeps the answer that it got while it compiled.
+    """
+    cudnn = torch.backends.cudnn
+    return cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
+
+
+# As torch.compiler.assume_constant_result would mark it, for the seconds that it takes to load the compiler.
+convolutions_allow_tf32._dynamo_marked_constant = True
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this kind of device ("meta" has none and would raise)."""
     return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)

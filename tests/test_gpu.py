@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import ops
+from ops import direct_convolution, precision
+from ops.convolution import check_conv_transpose2d
 from tests.accuracy import FACTOR, check, draw_grad_output, run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
@@ -42,7 +44,8 @@ from triton_kernels import convolution, convolution_hopper, row_minimum_backward
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_group_norm import PartialStatistics
-from triton_kernels.pointwise import COARSE_GELU, GELU
+from triton_kernels.pointwise import COARSE_GELU, FLOAT16_GELU, GELU
+from triton_kernels.tf32 import round_to_tf32
 from triton_kernels.weight_gradient_hopper import WeightGradientConfig
 
 DEVICE = "cuda"
@@ -63,7 +66,8 @@ FEWEST_SAFE = 1 / 8
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: L19's problems and the rest of their geometry: 64 channels are a block of Hopper's kernels, and 3 x 3 the target's
-#: taps; 37 channels are no multiple of 16 bytes, and strides and groups are the library's.
+#: taps; 37 channels are no multiple of 16 bytes, and strides and groups are the library's. Of float32 images in
+#: contiguous format, only "64-64-3x3" and those of its size are so many pixels and channels that PyTorch takes TF32.
 CONVOLUTIONS = {
     "64-64-3x3": (Problem(4, 64, 8, 8, pixels=(64, 72)), {}),
     "40-72-2x3-padding": (Problem(4, 40, 9, 8, pixels=(40, 56), kernel=(2, 3)), {"padding": (1, 2)}),
@@ -71,6 +75,12 @@ CONVOLUTIONS = {
     "dilation": (Problem(4, 64, 8, 8, pixels=(37, 48)), {"dilation": 2}),
     "odd-size": (Problem(5, 64, 4, 16, pixels=(61, 47)), {}),
     "odd-channels": (Problem(4, 37, 4, 11, pixels=(29, 31)), {"padding": 1}),
+    "64-64-1x1": (Problem(4, 64, 8, 8, pixels=(64, 72), kernel=(1, 1)), {}),
+    "wide-taps": (Problem(4, 64, 8, 8, pixels=(64, 72), kernel=(1, 5)), {}),
+    "5x5": (Problem(4, 64, 8, 8, pixels=(64, 72), kernel=(5, 5)), {"padding": 2}),
+    "32-40-4x4": (Problem(3, 32, 4, 10, pixels=(21, 27), kernel=(4, 4)), {"padding": 1}),
+    "64-136-2x2": (Problem(2, 64, 8, 17, pixels=(91, 93), kernel=(2, 2)), {}),
+    "output-padding": (Problem(4, 64, 8, 8, pixels=(64, 72)), {"dilation": 2, "output_padding": (1, 0)}),
     "stride": (Problem(4, 64, 8, 8, pixels=(24, 31)), {"stride": 2, "padding": 1, "output_padding": (0, 1)}),
     "groups": (Problem(4, 64, 8, 8, pixels=(33, 34), conv_groups=2), {}),
 }
@@ -367,12 +377,61 @@ def test_convolutions(name, format, dtype):
     check_images(image_arguments(*CONVOLUTIONS[name], dtype, format), format)
 
 
-@by_short_dtype
+@by_dtype
 @by_format
 def test_images_of_the_target_size(format, dtype):
     """More than are copied or differentiated at a time."""
     arguments = image_arguments(Problem(20, 64, 8, 8, pixels=(256, 256)), {}, dtype, format)
     check(L19, arguments, draw_grad_output(L19, arguments).contiguous(memory_format=format))
+
+
+@by_format
+@pytest.mark.parametrize("name", ["64-64-3x3", "64-64-1x1", "wide-taps", "64-136-2x2"])
+def test_float32_images_take_the_kernels_for_hopper(on_hopper, name, format):
+    """In either format, where PyTorch allows TF32; at these sizes its own contiguous convolutions are TF32 too."""
+    problem, options = CONVOLUTIONS[name]
+    input, weight = (image_arguments(problem, {}, torch.float32, format)[each] for each in ("input", "weight"))
+    geometry = check_conv_transpose2d(input, weight, 1, 0, 0, 1, 1)
+    assert not options and precision.convolutions_allow_tf32()
+    assert direct_convolution.takes(input, weight, geometry, True)
+    assert not direct_convolution.takes(input, weight, geometry, False)
+
+
+@by_format
+def test_convolutions_in_float32(format):
+    """Where PyTorch is set to use no TF32, as in its own convolutions; what is set later changes no gradient."""
+    arguments = image_arguments(*CONVOLUTIONS["64-64-3x3"], torch.float32, format)
+    grad_output = draw_grad_output(L19, arguments)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        check_images(arguments, format)
+        in_float32 = run(L19.function, arguments, grad_output)
+    as_tf32 = run(L19.function, arguments, grad_output)
+    difference = (as_tf32["output"] - in_float32["output"]).norm() / in_float32["output"].norm()
+    assert 1e-5 < difference < 1e-3
+
+    def set_later(**arguments):
+        output = L19.function(**arguments)
+        torch.backends.cudnn.allow_tf32 = False
+        return output
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        results = run(set_later, arguments, grad_output)
+    if runs_hopper_kernels(torch.device(DEVICE, torch.cuda.current_device())):
+        assert_same_bits(results, as_tf32)
+
+
+@by_format
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_float32_images_that_are_not_finite(format, value):
+    """They show in the same samples, and in the same gradients, as PyTorch's."""
+    arguments = image_arguments(*CONVOLUTIONS["64-64-3x3"], torch.float32, format)
+    grad_output = draw_grad_output(L19, arguments)
+    for name in ("input", "grad_output"):
+        changed, incoming = {**arguments, "input": arguments["input"].clone()}, grad_output.clone()
+        (changed["input"] if name == "input" else incoming)[1, 2, 3, 4] = value
+        ours, theirs = (run(function, changed, incoming) for function in (L19.function, L19.plain))
+        for each in theirs:
+            assert torch.equal(ours[each].isfinite(), theirs[each].isfinite()), f"{each} for {value} in {name}"
 
 
 @by_format
@@ -426,27 +485,34 @@ def forward_taps(problem, geometry) -> StrideOneConvolution:
     return StrideOneConvolution(problem.kernel, dilation, tuple(pad - (size - 1) * step for size, step, pad in sizes))
 
 
-def check_convolution(problem, geometry, dtype, out_format, launch, tiles_of, *, bias=True, statistics=True, **options):
+def check_convolution(
+    problem, geometry, dtype, out_format, launch, tiles_of, *, bias=True, statistics=True, tf32=False, **options
+):
     """The convolution and its partial statistics against float64, with nothing written elsewhere.
 
-    ``launch(input, weight, bias, taps, output=, partials=)`` is what is tested; ``tiles_of(output)`` are its tiles of a
-    sample. The sums are float32's; rounding them is within half an epsilon of each.
+    ``launch(input, weight, bias, taps, output=, partials=)`` is what is tested; ``tiles_of(input, output, taps)`` are
+    its partial statistics of a sample. The sums are float32's; rounding them is within half an epsilon of each. With
+    ``tf32`` float32 operands hold TF32's numbers, of which the products are exact.
     """
     generator = torch.Generator(DEVICE).manual_seed(0)
     input = random_images((problem.rows, problem.depth, *problem.pixels), dtype, generator, **options)
+    if tf32:
+        input.copy_(round_to_tf32(input))
     shape = (problem.depth, problem.channels, *problem.kernel)
     weight = torch.randn(shape, generator=generator, device=DEVICE) / math.sqrt(problem.depth * math.prod(shape[2:]))
-    weight = weight.to(dtype)
+    weight = round_to_tf32(weight) if tf32 else weight.to(dtype)
     vector = torch.randn(problem.channels, generator=generator, device=DEVICE).to(dtype) if bias else None
     exact = F.conv_transpose2d(*(t if t is None else t.double() for t in (input, weight, vector)), **geometry)
     taps = weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
     memory, output = among_others(exact.shape, dtype, out_format)
+    convolved = forward_taps(problem, geometry)
     partials = None
     if statistics:
-        partials = PartialStatistics.empty(problem.rows, tiles_of(output), problem.channels, output.device)
+        tiles = tiles_of(input, output, convolved)
+        partials = PartialStatistics.empty(problem.rows, tiles, problem.channels, output.device)
         for each in (partials.counts, partials.means, partials.m2s):
             each.fill_(math.nan)
-    launch(input, taps, vector, forward_taps(problem, geometry), output=output, partials=partials)
+    launch(input, taps, vector, convolved, output=output, partials=partials)
     rounding = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
     torch.testing.assert_close(output.double(), exact, rtol=1.01 * rounding, atol=5e-5)
     assert memory[0].isnan().all() and memory[-1].isnan().all()
@@ -462,16 +528,12 @@ def check_convolution(problem, geometry, dtype, out_format, launch, tiles_of, *,
 
 def launch_hopper(input, weight, bias, taps, *, output, partials):
     assert convolution_hopper.supports(input, output, taps)
-    options = {"output": output, "partials": partials, "activation": COARSE_GELU}
+    activation = COARSE_GELU if input.dtype == torch.float32 else FLOAT16_GELU
+    options = {"output": output, "partials": partials, "activation": activation}
     convolution_hopper.convolution_hopper(input, weight, bias, taps, **options)
 
 
-def hopper_tiles(output):
-    rows, columns = convolution_hopper.tile_shape(output)
-    return -(-output.shape[2] // rows) * -(-output.shape[3] // columns)
-
-
-#: (problem, geometry). Contiguous results need rows of whole multiples of 16 bytes.
+#: (problem, geometry). Contiguous results go through the copy engine where rows are whole multiples of 16 bytes.
 HOPPER_CONVOLUTIONS = {
     "small": (Problem(2, 64, 4, 16, pixels=(6, 14)), {}),
     "small-wide-taps": (Problem(3, 64, 4, 16, pixels=(3, 12), kernel=(1, 5)), {}),
@@ -483,22 +545,30 @@ HOPPER_CONVOLUTIONS = {
 }
 
 
-@by_short_dtype
+def check_hopper_convolution(problem, geometry, dtype, out_format, **options):
+    launcher = launch_hopper, convolution_hopper.partial_count
+    return check_convolution(problem, geometry, dtype, out_format, *launcher, tf32=dtype == torch.float32, **options)
+
+
+@by_dtype
 @pytest.mark.parametrize("out_format", FORMATS, ids=str)
 @pytest.mark.parametrize("name", HOPPER_CONVOLUTIONS)
 def test_convolution_hopper(on_hopper, name, out_format, dtype):
-    problem = (*HOPPER_CONVOLUTIONS[name], dtype, out_format, launch_hopper, hopper_tiles)
-    output = check_convolution(*problem)
-    assert torch.equal(check_convolution(*problem), output)
-    assert torch.equal(check_convolution(*problem, statistics=False), output)
-    check_convolution(*problem, bias=False)
+    problem = (*HOPPER_CONVOLUTIONS[name], dtype, out_format)
+    output = check_hopper_convolution(*problem)
+    assert torch.equal(check_hopper_convolution(*problem), output)
+    assert torch.equal(check_hopper_convolution(*problem, statistics=False), output)
+    check_hopper_convolution(*problem, bias=False)
 
 
+@by_dtype
+@pytest.mark.parametrize("out_format", FORMATS, ids=str)
 @pytest.mark.parametrize("pixels", [(21, 25), (7, 5)], ids=["21x25", "small"])
-def test_convolution_hopper_of_odd_sizes(on_hopper, pixels):
-    """channels_last results may have any size: their last tiles are not full."""
-    problem = Problem(3, 64, 4, 16, pixels=pixels)
-    check_convolution(problem, {}, torch.bfloat16, torch.channels_last, launch_hopper, hopper_tiles)
+@pytest.mark.parametrize("channels", [64, 44])
+def test_convolution_hopper_of_odd_sizes(on_hopper, channels, pixels, out_format, dtype):
+    """Results may have any size, and any number of channels: their last tiles are not full."""
+    problem = Problem(3, 64, 4, channels // 4, pixels=pixels)
+    check_hopper_convolution(problem, {}, dtype, out_format)
 
 
 @by_dtype
@@ -512,7 +582,7 @@ def test_portable_convolution(pixels, format, out_format, dtype):
     def launch(*arguments, **options):
         convolution.convolution(*arguments, config, activation=GELU, **options)
 
-    def tiles_of(output):
+    def tiles_of(input, output, taps):
         return config.tiles(output[0, 0].numel())
 
     geometry = {"padding": (1, 0), "dilation": (1, 2)}
@@ -667,6 +737,22 @@ def test_compiled_as_one_graph(chain):
     torch.use_deterministic_algorithms(False)  # it is no concern of the compiler's
     torch.compiler.reset()
     assert_same_bits(run(torch.compile(chain.function, fullgraph=True), arguments, grad_output), expected)
+
+
+@by_format
+@pytest.mark.parametrize("allowed", [True, False])
+def test_float32_images_compiled_as_one_graph(allowed, format):
+    """With TF32 or without, as it is set while the graph is compiled."""
+    arguments = image_arguments(*CONVOLUTIONS["64-64-3x3"], torch.float32, format)
+    grad_output = draw_grad_output(L19, arguments)
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed, deterministic=True):
+        expected = run(L19.function, arguments, grad_output)
+        results = run(torch.compile(L19.function, fullgraph=True), arguments, grad_output)
+    assert_same_bits(results, expected)
+    for name in expected:
+        assert results[name].stride() == expected[name].stride(), name
 
 
 @pytest.mark.parametrize("chain", [*LINEAR_CHAINS, LINEAR], ids=chain_id)

@@ -35,7 +35,8 @@ from triton_kernels import (
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
 from triton_kernels.linear import LinearConfig, linear
-from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY
+from triton_kernels.pointwise import APPROXIMATE_GELU, GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, identity
+from triton_kernels.tf32 import nearest_tf32
 
 pytestmark = pytest.mark.offline
 
@@ -286,21 +287,25 @@ def assert_fit_without_spills(kernels, allowed_spill=0):
         assert kernel.spilled_bytes <= allowed_spill, (kernel.name, kernel.spilled_bytes, kernel.registers)
 
 
-def assert_multiplies_as_hopper_does(kernel):
-    assert_fit_without_spills([kernel])
+def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):
+    assert_fit_without_spills([kernel], allowed_spill)
     assert "wgmma.mma_async" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
 
 
 @by_architecture
 @by_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_image_group_norm(dtype, format, arch):
-    """As L19 calls it: 16-bit z is always channels_last, float32's is of its input's format, as the result is.
+@pytest.mark.parametrize(
+    "dtype, direct",
+    [(torch.bfloat16, True), (torch.float16, True), (torch.float32, True), (torch.float32, False)],
+    ids=["bfloat16", "float16", "tf32", "float32"],
+)
+def test_image_group_norm(dtype, direct, format, arch):
+    """As L19 calls it: where z is made directly it is always channels_last, else of its input's format, as the result.
 
-    The gradient comes in z's format, and without the convolution's bias float32's z is.
+    The gradient comes in z's format, and the library's z is without the convolution's bias.
     """
-    short = dtype.itemsize == 2
-    z = images(dtype, CHANNELS_LAST if short else format, size=SIZE + 2).flatten(2)
+    z = images(dtype, CHANNELS_LAST if direct else format, size=SIZE + 2).flatten(2)
+    stored = nearest_tf32 if direct and dtype == torch.float32 else identity
     output = images(dtype, format, size=SIZE + 2).flatten(2)
     vector = vectors(dtype)
     B, C, S = z.shape
@@ -309,14 +314,13 @@ def test_image_group_norm(dtype, format, arch):
     bias_sums = torch.empty(B, alone.strips(S), C, device=META)
 
     def launch():
-        for activation in (COARSE_GELU if short else GELU, GELU_TANH):
-            options = {"activation": activation, "input_bias": None if short else vector}
+        for activation in (APPROXIMATE_GELU[dtype] if direct else GELU, GELU_TANH):
+            options = {"activation": activation, "input_bias": None if direct else vector}
             statistics = image_group_norm.image_statistics(z, 8, 1e-5, alone, **options)
             arguments = (statistics, vector, vector)
             image_group_norm.image_group_norm(z, *arguments, both, output=output, **options)
-            image_group_norm.image_group_norm_backward(
-                z, z, *arguments, alone, input_gradient=z, norm_sums=norm_sums, bias_sums=bias_sums, **options
-            )
+            options = {**options, "norm_sums": norm_sums, "bias_sums": bias_sums, "stored": stored}
+            image_group_norm.image_group_norm_backward(z, z, *arguments, alone, input_gradient=z, **options)
 
     kernels = compile_launches(launch, arch)
     assert len(kernels) == 2 * 6
@@ -331,8 +335,13 @@ def test_image_copy(source, target, size, arch):
         for dtype in (torch.bfloat16, torch.float32):
             views = [images(dtype, format, size=size).flatten(2) for format in (source, target)]
             image_copy.copy_image(*views, ImageNormConfig.fit(*views))
+            if dtype == torch.float32:
+                image_copy.copy_image(*views, ImageNormConfig.fit(*views), nearest_tf32)
+                image_copy.split_image(views[0], views[1].bfloat16(), views[1].bfloat16(), ImageNormConfig.fit(*views))
 
-    assert_fit_without_spills(compile_launches(launch, arch))
+    kernels = compile_launches(launch, arch)
+    assert len(kernels) == 4
+    assert_fit_without_spills(kernels)
 
 
 @by_architecture
@@ -358,7 +367,7 @@ def test_convolution(channels, dtype, format, arch):
                 config,
                 output=output,
                 partials=partials,
-                activation=COARSE_GELU,
+                activation=APPROXIMATE_GELU[dtype],
                 input_precision=FLOAT32_INPUT_PRECISION,
             )
 
@@ -381,18 +390,18 @@ class HopperConvolution:
     format: torch.memory_format = CHANNELS_LAST
     statistics: bool = True
     bias: bool = True
-    out_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         text = f"{self.in_channels}-{self.out_channels}-{self.taps.kernel_size}-{self.taps.dilation}-{self.format}"
-        options = (self.statistics and "statistics", self.bias and "bias", self.out_dtype and str(self.out_dtype))
+        options = (self.statistics and "statistics", self.bias and "bias", str(self.out_size))
         return "-".join(filter(None, (text, *options))).replace("torch.", "").replace(" ", "")
 
     def launch(self, dtype: torch.dtype) -> None:
         input = images(dtype, channels=self.in_channels)
-        output = images(self.out_dtype or dtype, self.format, channels=self.out_channels, size=self.out_size)
+        output = images(dtype, self.format, channels=self.out_channels, size=self.out_size)
         assert convolution_hopper.supports(input, output, self.taps)
-        partials = PartialStatistics.empty(SAMPLES, 600, self.out_channels, META) if self.statistics else None
+        places = convolution_hopper.partial_count(input, output, self.taps)
+        partials = PartialStatistics.empty(SAMPLES, places, self.out_channels, META) if self.statistics else None
         convolution_hopper.convolution_hopper(
             input,
             torch.empty(*self.taps.kernel_size, self.out_channels, self.in_channels, dtype=dtype, device=META),
@@ -400,12 +409,11 @@ class HopperConvolution:
             self.taps,
             output=output,
             partials=partials,
-            activation=COARSE_GELU if self.statistics else IDENTITY,
+            activation=APPROXIMATE_GELU[dtype] if self.statistics else IDENTITY,
         )
 
 
 @with_copies
-@by_short_dtype
 @pytest.mark.parametrize(
     "problem",
     [
@@ -417,7 +425,6 @@ class HopperConvolution:
         HopperConvolution(out_size=SIZE, statistics=False, bias=False),
         HopperConvolution(format=CONTIGUOUS, out_size=SIZE, statistics=False, bias=False),
         # What tests/test_gpu.py launches.
-        HopperConvolution(out_dtype=torch.float32),
         HopperConvolution(StrideOneConvolution((2, 3), (1, 1), (0, 0)), 40, 72),
         HopperConvolution(StrideOneConvolution((3, 2), (2, 1), (0, 0)), 40, 72),
         HopperConvolution(StrideOneConvolution((3, 3), (2, 2), (0, 0))),
@@ -426,8 +433,18 @@ class HopperConvolution:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_convolution_hopper(problem, dtype):
     (kernel,) = compile_launches(lambda: problem.launch(dtype), 90)
+    # With tiles of 256 pixels a thread has 112 registers; a few of them spilled are 1.36 ms where smaller tiles are 1.49.
+    assert_multiplies_as_hopper_does(kernel, allowed_spill=96 if problem.statistics and dtype != torch.float32 else 0)
+
+
+@with_copies
+@pytest.mark.parametrize("problem", [HopperConvolution(format=CONTIGUOUS), HopperConvolution(out_channels=44)], ids=str)
+def test_convolution_hopper_without_staging(problem):
+    """Rows and channels of any number, which the copy engine does not take: float32 is stored thread by thread."""
+    (kernel,) = compile_launches(lambda: problem.launch(torch.float32), 90)
     assert_multiplies_as_hopper_does(kernel)
 
 
@@ -467,12 +484,22 @@ def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
 @by_short_dtype
 def test_direct_convolution(dtype, format, arch):
     """Forward and backward at the target size: on Hopper by its own kernels, elsewhere by the portable one."""
-    on_hopper = arch == 90 and hopper.has_copies()
+    check_direct_convolution(dtype, format, arch, arch == 90 and hopper.has_copies())
+
+
+@with_copies
+@by_format
+def test_direct_convolution_of_float32(format):
+    check_direct_convolution(torch.float32, format, 90, True)
+
+
+def check_direct_convolution(dtype, format, arch, on_hopper):
     input = images(dtype, format)
     weight = torch.empty(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=META)
 
     def forward():
-        z, partials = direct_convolution.forward(input, weight, vectors(dtype), GEOMETRY, COARSE_GELU)
+        assert direct_convolution.takes(input, weight, GEOMETRY, True)
+        z, partials = direct_convolution.forward(input, weight, vectors(dtype), GEOMETRY, APPROXIMATE_GELU[dtype])
         assert z.shape == (SAMPLES, CHANNELS, SIZE + 2, SIZE + 2) and z.stride(1) == 1
         assert direct_convolution.differentiates(z, input, GEOMETRY) == on_hopper
 
@@ -489,6 +516,13 @@ def test_direct_convolution(dtype, format, arch):
         assert bool(specialised) == on_hopper
         for kernel in specialised:
             assert_multiplies_as_hopper_does(kernel)
+
+
+@by_architecture
+def test_float32_is_direct_on_hopper_alone(arch):
+    input, weight = images(torch.float32), torch.empty(CHANNELS, CHANNELS, 3, 3, device=META)
+    taken = answer(lambda: direct_convolution.takes(input, weight, GEOMETRY, True), arch)
+    assert taken == (arch == 90 and hopper.has_copies())
 
 
 def answer(question, arch):
@@ -510,13 +544,14 @@ def test_kernels_for_hopper_are_for_it_alone(arch):
 
 #: What is wrong with each: (input, output, taps) of a convolution.
 UNSUPPORTED_CONVOLUTIONS = {
-    "float32": (images(torch.float32), images(torch.float32), GEOMETRY),
     "contiguous input": (images(torch.bfloat16, CONTIGUOUS), images(torch.bfloat16), GEOMETRY),
     "odd channels in": (images(torch.bfloat16, channels=37), images(torch.bfloat16), GEOMETRY),
     "odd channels out": (images(torch.bfloat16), images(torch.bfloat16, channels=44), GEOMETRY),
     "odd rows out": (images(torch.bfloat16), images(torch.bfloat16, CONTIGUOUS, size=SIZE + 2), GEOMETRY),
-    "contiguous float32": (images(torch.bfloat16), images(torch.float32, CONTIGUOUS), GEOMETRY),
+    "two dtypes": (images(torch.bfloat16), images(torch.float32), GEOMETRY),
+    "odd channels in, float32": (images(torch.float32, channels=38), images(torch.float32), GEOMETRY),
     "more weights than fit": (images(torch.bfloat16, channels=512), images(torch.bfloat16), GEOMETRY),
+    "more weights than fit, float32": (images(torch.float32, channels=128), images(torch.float32), GEOMETRY),
     "taps too far apart": (
         images(torch.bfloat16),
         images(torch.bfloat16),

@@ -1,15 +1,25 @@
-"""Stride-1 convolution of 16-bit images with a fused bias and partial group statistics, for Hopper: Gluon.
+"""Stride-1 convolution with a fused bias and partial group statistics, for Hopper: Gluon.
 
     output[n, o, y, x] = bias[o] + sum over ky, kx, c of
                          weight[ky, kx, o, c] * input[n, c, y + sy + ky * dy, x + sx + kx * dx]   (0 outside the image)
 
 A transposed convolution of stride 1 is this with its taps reversed; its input gradient is this as they are. The input
-is channels_last, the output that or contiguous. Weights lie on the rows of the product (64 output channels), 128 pixels
-on its columns, so that shared memory keeps up with the tensor cores. One warp copies tiles in; two warpgroups take them
-in turn and multiply one after the other, so that each one's epilogue runs beside the other's products. A program keeps
-the weights of its 64 channels in shared memory. For each tap column a box of image rows and a halo is copied; the tap
-rows read it at a distance of whole swizzle atoms (8 pixels of 64 channels, 1024 bytes).
+is channels_last, the output that or contiguous. 16-bit images are multiplied as they are, float32 ones as TF32, which
+they must hold already: the tensor cores cut off what is beyond.
+
+Weights lie on the rows of the product (64 output channels), 128 pixels of each warpgroup on its columns, so that shared
+memory keeps up with the tensor cores. One warp copies tiles in; two consumers take them in turn and multiply one after
+the other, so that each one's epilogue runs beside the other's products. Where statistics are wanted, a consumer is two
+warpgroups with a tile of 256 pixels if that fits: an epilogue mostly waits for its instructions to be fetched, which
+warps that run the same one share. A program keeps the weights of its 64 channels in shared memory. For each tap column
+a box of image rows and a halo is copied; the tap rows read it at a distance of whole swizzle atoms (8 pixels of 128
+bytes, 1024 bytes).
+
+Statistics are kept in registers, each thread's own, from tile to tile of a sample, and put together at its end.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,130 +37,159 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
-from triton_kernels.image_group_norm import PartialStatistics
+from triton_kernels.image_group_norm import PartialStatistics, size_unit, strides_in_units
 from triton_kernels.pointwise import IDENTITY, Pointwise
+from triton_kernels.tf32 import round_to_tf32
 
-#: Output channels of a tile, and input channels of a step: 128 bytes of 16-bit numbers.
+#: Output channels of a tile.
 _CHANNELS = 64
-#: Pixels of a tile.
-_PIXELS = 128
+#: Bytes of a pixel in a box: a swizzled row of shared memory, and so many input channels are a step.
+_ROW_BYTES = 128
 #: Image rows of a halo that are copied at a time.
 _HALO_ROWS = 2
-#: The widest halo; a box has at most 32 rows.
+#: The widest halo.
 _WIDEST_HALO = 16
 #: Boxes under way at most.
 _MOST_STAGES = 6
 #: Bytes set aside for barriers, reductions and alignment.
 _RESERVED_BYTES = 4096
+#: Tiles of 256 pixels are taken where they cover at most so much more than tiles of 128: images have edges.
+_MOST_WASTE = 1.1
 
 
-def tile_shape(output: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of the tiles of an output of this memory format."""
-    return (16, 8) if is_channels_last(output) else (4, 32)
+@dataclass(frozen=True)
+class Tiling:
+    """Rows and columns of a tile, boxes of the input under way, and what a tile needs of the image and the weights."""
+
+    rows: int
+    columns: int
+    stages: int
+    tap_rows: int
+    tap_columns: int
+    dilation_y: int
+    #: Image rows beyond the tile's own, and those copied at a time.
+    halo: int
+    halo_rows: int
+    #: Steps of input channels.
+    steps: int
+
+    @property
+    def pixels(self) -> int:
+        return self.rows * self.columns
+
+    def tiles(self, image: torch.Tensor) -> tuple[int, int]:
+        """Along the height and the width of an image."""
+        return triton.cdiv(image.shape[2], self.rows), triton.cdiv(image.shape[3], self.columns)
+
+    def covered(self, image: torch.Tensor) -> int:
+        """Pixels of all tiles of an image."""
+        tiles_y, tiles_x = self.tiles(image)
+        return tiles_y * tiles_x * self.pixels
 
 
-def _halo(convolution: StrideOneConvolution) -> int:
-    """Image rows that a tile needs beyond its own, rounded up to what is copied at a time."""
-    return triton.cdiv((convolution.kernel_size[0] - 1) * convolution.dilation[0], _HALO_ROWS) * _HALO_ROWS
+def _step(input: torch.Tensor) -> int:
+    """Input channels of a step."""
+    return _ROW_BYTES // input.element_size()
 
 
-def _stages(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> int:
-    """How many boxes of the input fit into shared memory beside the weights and the staged results."""
-    rows, columns = tile_shape(output)
-    steps = triton.cdiv(input.shape[1], _CHANNELS)
-    box = (rows + _halo(convolution)) * columns * _CHANNELS * input.element_size()
-    weights = convolution.taps * steps * _CHANNELS * _CHANNELS * input.element_size()
-    results = 2 * _PIXELS * _CHANNELS * output.element_size()
-    return min((SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // box, _MOST_STAGES)
+def _is_staged(input: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether results go through shared memory and the copy engine; else the consumers store them, thread by thread.
+
+    That takes as long where they are float32: 32 bytes of a row, or of neighbouring channels, at a time.
+    """
+    return input.element_size() == output.element_size() == 2 and is_copyable(output)
+
+
+def _tiling(
+    input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool = False
+) -> Tiling:
+    """Tiles 8 pixels wide, or as wide as 64 bytes of a contiguous row; larger ones where an epilogue makes them pay."""
+    columns = 8 if is_channels_last(output) else 64 // input.element_size()
+    (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
+    halo = triton.cdiv((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
+    steps = triton.cdiv(input.shape[1], _step(input))
+    weights = convolution.taps * steps * _CHANNELS * _ROW_BYTES
+
+    def tiling(pixels: int) -> Tiling:
+        rows = pixels // columns
+        results = pixels * _CHANNELS * 2 if _is_staged(input, output) else 0
+        stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * _ROW_BYTES)
+        stages = min(stages, _MOST_STAGES)
+        return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
+
+    small, large = tiling(128), tiling(256)
+    # Without statistics there is little to wait for, and float32 results, which are not staged, spill registers.
+    pays = statistics and columns == 8 and _is_staged(input, output) and large.stages >= 2
+    return large if pays and large.covered(output) <= _MOST_WASTE * small.covered(output) else small
+
+
+def _is_one_run(image: torch.Tensor) -> bool:
+    """Whether an image's pixels lie at one distance from each other, row after row."""
+    return image.stride(2) == image.stride(3) * image.shape[3]
 
 
 def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> bool:
-    """Whether ``convolution_hopper`` takes it: architecture, dtypes, alignment, weights that fit into shared memory."""
-    return (
+    """Whether ``convolution_hopper`` takes it: architecture, dtypes, alignment, weights that fit into shared memory.
+
+    The copy engine must take the input, which is channels_last, and an output of 16-bit numbers too.
+    """
+    if not (
         runs_hopper_kernels(input.device)
-        and input.dtype in (torch.bfloat16, torch.float16)
+        and input.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and input.dtype == output.dtype
         and 0 not in (input.numel(), output.numel())
         and takes_input(input)
-        and is_copyable(output)
-        and (is_channels_last(output) or output.element_size() == 2)
-        and _halo(convolution) <= _WIDEST_HALO
-        and _stages(input, output, convolution) >= 2
-    )
+        and (is_copyable(output) if output.element_size() == 2 else _is_one_run(output))
+    ):
+        return False
+    tiling = _tiling(input, output, convolution)
+    return tiling.halo <= _WIDEST_HALO and tiling.stages >= 2
 
 
 @gluon.jit
-def tile_place(tile, tiles_y, tiles_x, channel_blocks):
+def tile_place(tile, places):
     """Sample, tile row and tile column of a tile; the blocks of channels are spread over the programs."""
+    tiles_y, tiles_x, channel_blocks = places
     tile = tile // channel_blocks
-    return tile // (tiles_x * tiles_y), tile // tiles_x % tiles_y, tile % tiles_x
+    n = tile // (tiles_x * tiles_y)
+    tile -= n * (tiles_x * tiles_y)
+    return n, tile // tiles_x, tile % tiles_x
 
 
 @gluon.jit
-def copy_in(
-    input,
-    halo,
-    weight,
-    boxes,
-    weights,
-    ready,
-    empty,
-    weights_ready,
-    tiles,
-    tiles_y,
-    tiles_x,
-    channel_blocks,
-    shift_y,
-    shift_x,
-    dilation_x,
-    TILE_ROWS: gl.constexpr,
-    TAP_ROWS: gl.constexpr,
-    TAP_COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr,
-    HALO: gl.constexpr,
-    HALO_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dilation_x, TILING: gl.constexpr):
     """The producer: all weights of the program's channels once, then a box for each tile, channel step, tap column."""
-    TILE_COLUMNS: gl.constexpr = 128 // TILE_ROWS
-    ROWS: gl.constexpr = TILE_ROWS + HALO
+    ROWS: gl.constexpr = TILING.rows + TILING.halo
+    TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns
+    STEPS: gl.constexpr = TILING.steps
+    HALO_BOXES: gl.constexpr = TILING.halo // TILING.halo_rows
+    STEP: gl.constexpr = weight.block_shape[1]
+    boxes, weights, results = memory
+    ready, empty, weights_ready, turns, hands = barriers
+    channel_blocks = places[2]
     block = gl.program_id(0) % channel_blocks
-    mbarrier.expect(weights_ready, TAP_ROWS * TAP_COLUMNS * STEPS * 64 * 64 * 2)
-    for tap in range(TAP_ROWS * TAP_COLUMNS):
+    mbarrier.expect(weights_ready, TAPS * TILING.steps * 64 * 128)
+    for tap in range(TAPS):
         for step in gl.static_range(STEPS):
-            place = [(tap * channel_blocks + block) * 64, step * 64]
-            tma.async_copy_global_to_shared(weight, place, weights_ready, weights.index(tap * STEPS + step))
+            place = [(tap * channel_blocks + block) * 64, step * STEP]
+            tma.async_copy_global_to_shared(weight, place, weights_ready, weights.index(tap * TILING.steps + step))
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, tile_y, tile_x = tile_place(tile, tiles_y, tiles_x, channel_blocks)
-        y = tile_y * TILE_ROWS + shift_y
-        for turn in range(STEPS * TAP_COLUMNS):
-            c = turn // TAP_COLUMNS * 64
-            x = tile_x * TILE_COLUMNS + shift_x + turn % TAP_COLUMNS * dilation_x
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), ROWS * TILE_COLUMNS * 64 * 2)
+        n, tile_y, tile_x = tile_place(tile, places)
+        y = tile_y * TILING.rows + first_tap[0]
+        for turn in range(TILING.steps * TILING.tap_columns):
+            c = turn // TILING.tap_columns * STEP
+            x = tile_x * TILING.columns + first_tap[1] + turn % TILING.tap_columns * dilation_x
+            stage = count % TILING.stages
+            mbarrier.wait(empty.index(stage), (count // TILING.stages & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), ROWS * TILING.columns * 128)
             box = boxes.index(stage * ROWS)._reinterpret(input.dtype, input.block_shape, input.layout)
             tma.async_copy_global_to_shared(input, [n, y, x, c], ready.index(stage), box)
-            for part in gl.static_range(HALO // HALO_ROWS):
-                row = TILE_ROWS + part * HALO_ROWS
+            for part in gl.static_range(HALO_BOXES):
+                row = TILING.rows + part * TILING.halo_rows
                 box = boxes.index(stage * ROWS + row)._reinterpret(halo.dtype, halo.block_shape, halo.layout)
                 tma.async_copy_global_to_shared(halo, [n, y + row, x, c], ready.index(stage), box)
             count += 1
-
-
-@gluon.jit
-def channel_statistics(values, inside, count, MASKED: gl.constexpr):
-    """Mean and M2 [64] of the rows of ``values`` [64, 128], over the ``count`` pixels that are ``inside``."""
-    if MASKED:
-        values = gl.where(inside, values, 0.0)
-    mean = gl.sum(values, 1) / count
-    centred = values - gl.expand_dims(mean, 1)
-    if MASKED:
-        # The count may be no power of two: what rounding left of the mean.
-        correction = gl.sum(gl.where(inside, centred, 0.0), 1) / count
-        mean += correction
-        centred = gl.where(inside, centred - gl.expand_dims(correction, 1), 0.0)
-    return mean, gl.sum(centred * centred, 1)
 
 
 @gluon.jit
@@ -165,195 +204,289 @@ def rounded(values, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def by_slot(values):
+    """[64, pixels] as [64, halves, 16, 4, 2]: a warpgroup's half, 16 pairs of pixels of each of 4 threads."""
+    return values.reshape([64, values.shape[1] // 128, 16, 4, 2])
+
+
+@gluon.jit
+def slot_sums(values):
+    """Sums [64, halves, 4] over each thread's own pixels, so that nothing is moved."""
+    return gl.sum(gl.sum(values, 4), 2)
+
+
+@gluon.jit
+def spread(slots):
+    """[64, halves, 4] beside the values of ``by_slot``."""
+    return gl.expand_dims(gl.expand_dims(slots, 2), 4)
+
+
+@gluon.jit
+def slot_statistics(values, inside, MASKED: gl.constexpr):
+    """Count, mean and M2 of each slot's values, of what is ``inside``."""
+    if MASKED:
+        count = slot_sums(gl.where(inside, 1.0, 0.0))
+        divisor = gl.maximum(count, 1.0)
+        mean = slot_sums(gl.where(inside, values, 0.0)) / divisor
+        centred = gl.where(inside, values - spread(mean), 0.0)
+        # The count may be no power of two: what rounding left of the mean.
+        correction = slot_sums(centred) / divisor
+        mean += correction
+        centred = gl.where(inside, centred - spread(correction), 0.0)
+    else:
+        mean = slot_sums(values) * (1.0 / 32.0)
+        count = gl.full(mean.shape, 32.0, gl.float32, layout=mean.type.layout)
+        centred = values - spread(mean)
+    return count, mean, slot_sums(centred * centred)
+
+
+@gluon.jit
+def merged_statistics(count, mean, m2, other_count, other_mean, other_m2):
+    """Count, mean and M2 of two sets together (Chan, Golub and LeVeque); the first may be empty, both may."""
+    total = count + other_count
+    share = other_count / gl.maximum(total, 1.0)
+    away = other_mean - mean
+    return total, mean + away * share, m2 + other_m2 + (away * (count * share)) * away
+
+
+@gluon.jit
+def over_slots(count, mean, m2):
+    """Count, mean and M2 [64, halves] of all threads' slots together; a mean of 0 where there is nothing."""
+    total = gl.sum(count, 2)
+    divisor = gl.maximum(total, 1.0)
+    centre = gl.sum(count * mean, 2) / divisor
+    away = mean - gl.expand_dims(centre, 2)
+    correction = gl.sum(count * away, 2) / divisor  # what rounding left of the mean
+    away -= gl.expand_dims(correction, 2)
+    return total, centre + correction, gl.sum(m2 + count * (away * away), 2)
+
+
+@gluon.jit
+def store_statistics(partials, place, block, channels, statistics):
+    """Statistics [64, halves] of the block of channels that begins at ``block``, to the rows from ``place`` on."""
+    counts, means, m2s = partials
+    count, mean, m2 = statistics
+    LAYOUT: gl.constexpr = count.type.layout
+    channel = gl.expand_dims(block + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    row = place + gl.expand_dims(gl.arange(0, count.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
+    inside = (channel < channels) & (row >= 0)
+    gl.store(counts + row + channel * 0, count, mask=inside & (channel == block))
+    gl.store(means + row * channels + channel, mean, mask=inside)
+    gl.store(m2s + row * channels + channel, m2, mask=inside)
+
+
+@gluon.jit
 def multiply(
     output,
+    output_strides,
+    staged,
     bias,
-    counts,
-    means,
-    m2s,
-    boxes,
-    weights,
-    results,
-    ready,
-    empty,
-    weights_ready,
-    turns,
+    partials,
+    memory,
+    barriers,
     tiles,
-    tiles_y,
-    tiles_x,
-    channel_blocks,
-    height,
-    width,
-    channels,
+    places,
+    size,
     CONSUMER: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
-    TAP_ROWS: gl.constexpr,
-    TAP_COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr,
-    DILATION_Y: gl.constexpr,
-    HALO: gl.constexpr,
-    STAGES: gl.constexpr,
+    UNITS: gl.constexpr,
+    WIDTH_UNIT: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """A consumer: product and epilogue of every other one of the program's tiles."""
-    TILE_COLUMNS: gl.constexpr = 128 // TILE_ROWS
-    ROWS: gl.constexpr = TILE_ROWS + HALO
-    ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    PIXEL_ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PIXELS: gl.constexpr = TILING.rows * TILING.columns
+    HALVES: gl.constexpr = PIXELS // 128
+    ROWS: gl.constexpr = TILING.rows + TILING.halo
+    TAP_ROWS: gl.constexpr = TILING.tap_rows
+    TURNS: gl.constexpr = TILING.steps * TILING.tap_columns
+    boxes, weights, results = memory
+    ready, empty, weights_ready, turns, hands = barriers
+    STEP: gl.constexpr = weights.shape[2]
+    BITS: gl.constexpr = weights.dtype.primitive_bitwidth
+    ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, HALVES], [16, 128, 256 // BITS])
+    PIXEL_ROWS: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    channels, height, width = size
+    width = width * WIDTH_UNIT
+    tiles_y, tiles_x, channel_blocks = places
+    sample_tiles = tiles_y * tiles_x * channel_blocks
+    stride = 2 * gl.num_programs(0)
     block = gl.program_id(0) % channel_blocks * 64
     channel = block + gl.arange(0, 64, layout=gl.SliceLayout(1, ACCUMULATOR))
     shift = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, ACCUMULATOR))
     if bias is not None:
         shift = gl.load(bias + channel, mask=channel < channels, other=0.0).to(gl.float32)
-    pixel = gl.arange(0, 128, layout=gl.SliceLayout(0, ACCUMULATOR))
-    result = results.index(CONSUMER)
+    pixel = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, ACCUMULATOR))
+    row, column = pixel // TILING.columns, pixel % TILING.columns
+    nothing = slot_sums(by_slot(gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)))
+    count, mean, m2 = nothing, nothing, nothing
     mbarrier.wait(weights_ready, 0)
-    count = CONSUMER * STEPS * TAP_COLUMNS
-    own_tiles = 0
-    for tile in range(gl.program_id(0) + CONSUMER * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
-        n, tile_y, tile_x = tile_place(tile, tiles_y, tiles_x, channel_blocks)
-        y, x = tile_y * TILE_ROWS, tile_x * TILE_COLUMNS
-        accumulator = gl.expand_dims(shift, 1) + gl.zeros((64, 128), gl.float32, layout=ACCUMULATOR)
+    box_count = CONSUMER * TURNS
+    turn = 1 - CONSUMER  # the phase that each of the two barriers of turns is awaited in
+    for tile in range(gl.program_id(0) + CONSUMER * gl.num_programs(0), tiles, stride):
+        n, tile_y, tile_x = tile_place(tile, places)
+        y, x = tile_y * TILING.rows, tile_x * TILING.columns
+        accumulator = gl.expand_dims(shift, 1) + gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)
         # The consumers multiply in the order of their tiles: that of the boxes, and so that epilogues do not coincide.
-        mbarrier.wait(turns.index(CONSUMER), (own_tiles & 1) ^ (1 - CONSUMER))
-        own_tiles += 1
-        for turn in range(STEPS * TAP_COLUMNS):
-            stage = count % STAGES
-            mbarrier.wait(ready.index(stage), count // STAGES & 1)
+        mbarrier.wait(turns.index(CONSUMER), turn)
+        for part in range(TURNS):
+            stage = box_count % TILING.stages
+            mbarrier.wait(ready.index(stage), box_count // TILING.stages & 1)
             for tap_row in gl.static_range(TAP_ROWS):
-                tap = tap_row * TAP_COLUMNS + turn % TAP_COLUMNS
-                a = weights.index(tap * STEPS + turn // TAP_COLUMNS)
-                rows = boxes.index(stage * ROWS + tap_row * DILATION_Y)
-                b = rows._reinterpret(weights.dtype, [128, 64], PIXEL_ROWS).permute((1, 0))
+                tap = tap_row * TILING.tap_columns + part % TILING.tap_columns
+                a = weights.index(tap * TILING.steps + part // TILING.tap_columns)
+                pixels = boxes.index(stage * ROWS + tap_row * TILING.dilation_y)
+                b = pixels._reinterpret(weights.dtype, [PIXELS, STEP], PIXEL_ROWS).permute((1, 0))
                 accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
             accumulator = warpgroup_mma_wait(num_outstanding=TAP_ROWS, deps=(accumulator,))
-            if turn > 0:
-                mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-            count += 1
+            if part > 0:
+                mbarrier.arrive(empty.index((box_count + TILING.stages - 1) % TILING.stages), count=1)
+            box_count += 1
         mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
         accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator,))
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        count += STEPS * TAP_COLUMNS
-        values = rounded(accumulator, output.dtype)
-        tma.store_wait(pendings=0)
-        box = result._reinterpret(output.dtype, output.block_shape, output.layout)
-        if TILE_ROWS == 16:
-            result.permute((1, 0)).store(values)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(output, [n, y, x, block], box)
+        mbarrier.arrive(empty.index((box_count + TILING.stages - 1) % TILING.stages), count=1)
+        box_count += TURNS
+        values = rounded(accumulator, output.dtype.element_ty)
+        rows = gl.minimum(height - y, TILING.rows)
+        columns = gl.minimum(width - x, TILING.columns)
+        inside = gl.expand_dims((row < rows) & (column < columns), 0)
+        if staged is None:
+            corner = output + n.to(gl.int64) * output_strides[0] * UNITS[0]
+            corner += (y.to(gl.int64) * width + x) * output_strides[2] * UNITS[2]
+            targets = corner + gl.expand_dims(channel.to(gl.int64) * output_strides[1] * UNITS[1], 1)
+            targets += gl.expand_dims((row * width + column) * output_strides[2] * UNITS[2], 0)
+            gl.store(targets, values, mask=inside & gl.expand_dims(channel < channels, 1))
         else:
-            result.store(values)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(output, [n, y, block, x], box)
-        if means is not None:
-            rows = gl.minimum(height - y, TILE_ROWS)
-            columns = gl.minimum(width - x, TILE_COLUMNS)
-            inside = gl.expand_dims((pixel // TILE_COLUMNS < rows) & (pixel % TILE_COLUMNS < columns), 0)
-            activated = ACTIVATION(values.to(gl.float32), 0.0, 0.0)
-            if rows * columns == 128:
-                mean, m2 = channel_statistics(activated, inside, 128, False)
+            mbarrier.wait(hands.index(CONSUMER), turn)
+            box = results._reinterpret(staged.dtype, staged.block_shape, staged.layout)
+            if TILING.columns > 8:
+                results.store(values)
+                fence_async_shared()
+                tma.async_copy_shared_to_global(staged, [n, y, block, x], box)
             else:
-                mean, m2 = channel_statistics(activated, inside, rows * columns, True)
-            index = ((n * tiles_y + tile_y) * tiles_x + tile_x).to(gl.int64)
-            gl.store(counts + index, (rows * columns).to(gl.float32))
-            gl.store(means + index * channels + channel, mean, mask=channel < channels)
-            gl.store(m2s + index * channels + channel, m2, mask=channel < channels)
-    tma.store_wait(pendings=0)
+                results.permute((1, 0)).store(values)
+                fence_async_shared()
+                tma.async_copy_shared_to_global(staged, [n, y, x, block], box)
+        if partials is not None:
+            activated = by_slot(ACTIVATION(values.to(gl.float32), 0.0, 0.0))
+            if rows * columns == PIXELS:
+                more = slot_statistics(activated, None, False)
+            else:
+                more = slot_statistics(activated, by_slot(inside & gl.expand_dims(channel >= 0, 1)), True)
+            count, mean, m2 = merged_statistics(count, mean, m2, more[0], more[1], more[2])
+            first = n * sample_tiles
+            if tile + stride >= first + sample_tiles:
+                # The place of a consumer's first tile in the sample is that of its statistics.
+                place = (tile - first) % stride // channel_blocks
+                place += n.to(gl.int64) * (gl.minimum(sample_tiles, stride) // channel_blocks)
+                store_statistics(partials, place * HALVES, block, channels, over_slots(count, mean, m2))
+                count, mean, m2 = nothing, nothing, nothing
+        if staged is not None:
+            tma.store_wait(pendings=0)
+            mbarrier.arrive(hands.index(1 - CONSUMER), count=1)
+        turn ^= 1
 
 
 @gluon.jit(do_not_specialize=["tiles"])
 def convolution_kernel(
     input,  # [N, H, W, C]: a descriptor of a tile's rows
-    halo,  # the same tensor: a descriptor of HALO_ROWS rows
-    weight,  # [taps * channel_blocks * 64, STEPS * 64]: a descriptor
-    output,  # [N, OH, OW, O], or [N, OH, O, OW] of a contiguous image: a descriptor of a tile
+    halo,  # the same tensor: a descriptor of the rows of a halo that are copied at a time
+    weight,  # [taps * channel_blocks * 64, channels in whole steps]: a descriptor
     bias,  # [O] or None
-    counts,  # [N, tiles]
-    means,  # [N, tiles, O]; None where no statistics are wanted
-    m2s,  # [N, tiles, O]
+    output,  # [N, O, OH * OW]
+    output_strides,  # in units of UNITS
+    staged,  # the same as a descriptor of a tile, where results go through shared memory; or None
+    partials,  # counts [N, places], means and m2s [N, places, O]; None where no statistics are wanted
     tiles,  # of all samples and blocks of 64 channels
-    tiles_y,
-    tiles_x,
-    channel_blocks,
-    height,  # OH
-    width,  # OW
-    channels,  # O
-    shift_y,
-    shift_x,
+    places,  # tile rows and columns of a sample, blocks of 64 channels
+    size,  # O, OH, and OW in units of WIDTH_UNIT
+    first_tap,  # its row and column in the image, less those of the output's pixel
     dilation_x,
     ACTIVATION: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
-    TAP_ROWS: gl.constexpr,
-    TAP_COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr,
-    DILATION_Y: gl.constexpr,
-    HALO: gl.constexpr,
-    HALO_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
+    UNITS: gl.constexpr,
+    WIDTH_UNIT: gl.constexpr,
+    TILING: gl.constexpr,
 ):
-    """A persistent program: one producer warp and two consumer warpgroups."""
-    BITS: gl.constexpr = output.dtype.primitive_bitwidth
-    ROW: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    """A persistent program: one producer warp and two consumers of a warpgroup for each 128 pixels of a tile."""
+    PIXELS: gl.constexpr = TILING.rows * TILING.columns
+    STAGES: gl.constexpr = TILING.stages
+    TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns * TILING.steps
+    BITS: gl.constexpr = input.dtype.primitive_bitwidth
+    STEP: gl.constexpr = weight.block_shape[1]
+    ROW: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    boxes = gl.allocate_shared_memory(input.dtype, [STAGES * (TILE_ROWS + HALO), 128 // TILE_ROWS, 64], ROW)
-    weights = gl.allocate_shared_memory(input.dtype, [TAP_ROWS * TAP_COLUMNS * STEPS, 64, 64], ROW)
-    if TILE_ROWS == 16:
-        results = gl.allocate_shared_memory(output.dtype, [2, 128, 64], gl.NVMMASharedLayout(128, BITS, 2))
+    BOX_ROWS: gl.constexpr = STAGES * (TILING.rows + TILING.halo)
+    boxes = gl.allocate_shared_memory(input.dtype, [BOX_ROWS, TILING.columns, STEP], ROW)
+    weights = gl.allocate_shared_memory(input.dtype, [TAPS, 64, STEP], ROW)
+    if staged is None:
+        results = boxes  # not used
+    elif TILING.columns == 8:
+        results = gl.allocate_shared_memory(staged.dtype, [PIXELS, 64], ROW)
     else:
-        results = gl.allocate_shared_memory(output.dtype, [2, 64, 128], gl.NVMMASharedLayout(64, BITS, 2))
+        results = gl.allocate_shared_memory(staged.dtype, [64, PIXELS], gl.NVMMASharedLayout(64, BITS, 2))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     weights_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # to multiply
+    hands = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # to stage results
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     for consumer in gl.static_range(2):
         mbarrier.init(turns.index(consumer), count=1)
+        mbarrier.init(hands.index(consumer), count=1)
     mbarrier.init(weights_ready, count=1)
     fence_async_shared()
+    memory = (boxes, weights, results)
+    barriers = (ready, empty, weights_ready, turns, hands)
     # fmt: off
     gl.warp_specialize(
         [
             (multiply, (
-                output, bias, counts, means, m2s, boxes, weights, results, ready, empty, weights_ready, turns,
-                tiles, tiles_y, tiles_x, channel_blocks, height, width, channels,
-                0, ACTIVATION, TILE_ROWS, TAP_ROWS, TAP_COLUMNS, STEPS, DILATION_Y, HALO, STAGES,
+                output, output_strides, staged, bias, partials, memory, barriers, tiles, places, size,
+                0, ACTIVATION, UNITS, WIDTH_UNIT, TILING,
             )),
             (multiply, (
-                output, bias, counts, means, m2s, boxes, weights, results, ready, empty, weights_ready, turns,
-                tiles, tiles_y, tiles_x, channel_blocks, height, width, channels,
-                1, ACTIVATION, TILE_ROWS, TAP_ROWS, TAP_COLUMNS, STEPS, DILATION_Y, HALO, STAGES,
+                output, output_strides, staged, bias, partials, memory, barriers, tiles, places, size,
+                1, ACTIVATION, UNITS, WIDTH_UNIT, TILING,
             )),
-            (copy_in, (
-                input, halo, weight, boxes, weights, ready, empty, weights_ready,
-                tiles, tiles_y, tiles_x, channel_blocks, shift_y, shift_x, dilation_x,
-                TILE_ROWS, TAP_ROWS, TAP_COLUMNS, STEPS, HALO, HALO_ROWS, STAGES,
-            )),
+            (copy_in, (input, halo, weight, memory, barriers, tiles, places, first_tap, dilation_x, TILING)),
         ],
-        [4, 1],
-        [240, 24],
+        [PIXELS // 32, 1],
+        [240 if PIXELS == 128 else 112, 24],
     )
     # fmt: on
 
 
-def _descriptor(image: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of boxes of 64 channels and ``rows`` x ``columns`` pixels of a channels_last image, or of a contiguous one."""
+def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> TensorDescriptor:
+    """Of boxes of ``channels`` and ``rows`` x ``columns`` pixels of a channels_last image, or of a contiguous one."""
     if is_channels_last(image):
-        view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, _CHANNELS], 128
+        view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, channels], 128
     else:
-        view, box, swizzle = image.permute(0, 2, 1, 3), [1, rows, _CHANNELS, columns], 64
+        view, box, swizzle = image.permute(0, 2, 1, 3), [1, rows, channels, columns], 64
     layout = gl.NVMMASharedLayout(swizzle, image.element_size() * 8, 4)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), box, layout)
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """[KH, KW, O, C] with both channels rounded up to multiples of 64 by zeros, as [KH * KW * O, C]."""
-    height, width, *channels = weight.shape
-    padded = [triton.cdiv(size, _CHANNELS) * _CHANNELS for size in channels]
+def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
+    """[KH, KW, O, C] with channels rounded up to multiples of 64 and of ``step`` by zeros, as [KH * KW * O, C]."""
+    height, width, out_channels, in_channels = weight.shape
+    padded = triton.cdiv(out_channels, _CHANNELS) * _CHANNELS, triton.cdiv(in_channels, step) * step
     packed = weight.new_zeros(height, width, *padded)
-    packed[:, :, : channels[0], : channels[1]] = weight
+    packed[:, :, :out_channels, :in_channels] = round_to_tf32(weight) if weight.dtype == torch.float32 else weight
     return packed.view(-1, padded[1])
+
+
+def _programs(output: torch.Tensor) -> int:
+    """As many as run at once, each with a block of channels of its own."""
+    blocks = triton.cdiv(output.shape[1], _CHANNELS)
+    return max(multiprocessor_count(output.device) // blocks, 1) * blocks
+
+
+def partial_count(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> int:
+    """Partial statistics of a sample: one for each warpgroup of consumers that has a tile of it."""
+    tiling = _tiling(input, output, convolution, statistics=True)
+    consumers = 2 * _programs(output) // triton.cdiv(output.shape[1], _CHANNELS)
+    return min(math.prod(tiling.tiles(output)), consumers) * (tiling.pixels // 128)
 
 
 def convolution_hopper(
@@ -369,46 +502,34 @@ def convolution_hopper(
     """Write the convolution to ``output`` [N, O, OH, OW] and, where ``partials`` are given, its activated statistics.
 
     ``input`` [N, C, H, W] and ``output`` are as ``supports`` has them, ``weight`` is [KH, KW, O, C] in the input's
-    dtype. ``partials`` are over tiles of ``tile_shape(output)``.
+    dtype. A float32 input must hold TF32 numbers; the weight is rounded to them here. ``partials`` are
+    ``partial_count`` a sample.
     """
+    tiling = _tiling(input, output, convolution, partials is not None)
     N, channels, height, width = output.shape
-    rows, columns = tile_shape(output)
-    tiles_y, tiles_x, blocks = (
-        triton.cdiv(height, rows),
-        triton.cdiv(width, columns),
-        triton.cdiv(channels, _CHANNELS),
-    )
-    tiles = N * tiles_y * tiles_x * blocks
-    programs = max(multiprocessor_count(input.device) // blocks, 1) * blocks
-    packed = _packed(weight)
-    weight_box = TensorDescriptor.from_tensor(packed, [_CHANNELS, _CHANNELS], gl.NVMMASharedLayout(128, 16, 2))
+    places = *tiling.tiles(output), triton.cdiv(channels, _CHANNELS)
+    tiles = N * math.prod(places)
+    packed = _packed(weight, _step(input))
+    weight_layout = gl.NVMMASharedLayout(128, 8 * input.element_size(), 2)
+    strides, units = strides_in_units(output.select(2, 0))
     with on_device_of(input):
-        convolution_kernel[(min(tiles, programs),)](
-            _descriptor(input, rows, columns),
-            _descriptor(input, _HALO_ROWS, columns),
-            weight_box,
-            _descriptor(output, rows, columns),
+        convolution_kernel[(min(tiles, _programs(output)),)](
+            _descriptor(input, tiling.rows, tiling.columns, _step(input)),
+            _descriptor(input, tiling.halo_rows, tiling.columns, _step(input)),
+            TensorDescriptor.from_tensor(packed, [_CHANNELS, _step(input)], weight_layout),
             bias,
-            None if partials is None else partials.counts,
-            None if partials is None else partials.means,
-            None if partials is None else partials.m2s,
+            output,
+            strides,
+            _descriptor(output, tiling.rows, tiling.columns, _CHANNELS) if _is_staged(input, output) else None,
+            None if partials is None else (partials.counts, partials.means, partials.m2s),
             tiles,
-            tiles_y,
-            tiles_x,
-            blocks,
-            height,
-            width,
-            channels,
-            *convolution.shift,
+            places,
+            (channels, height, width // size_unit(width)),
+            convolution.shift,
             convolution.dilation[1],
             ACTIVATION=activation.function,
-            TILE_ROWS=rows,
-            TAP_ROWS=convolution.kernel_size[0],
-            TAP_COLUMNS=convolution.kernel_size[1],
-            STEPS=packed.shape[1] // _CHANNELS,
-            DILATION_Y=convolution.dilation[0],
-            HALO=_halo(convolution),
-            HALO_ROWS=_HALO_ROWS,
-            STAGES=_stages(input, output, convolution),
-            num_warps=4,
+            UNITS=units,
+            WIDTH_UNIT=size_unit(width),
+            TILING=tiling,
+            num_warps=tiling.pixels // 32,
         )

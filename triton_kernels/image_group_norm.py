@@ -16,7 +16,7 @@ import triton.language as tl
 from triton_kernels.device import on_device_of
 from triton_kernels.grid import grid_of, second_place
 from triton_kernels.group_statistics import reciprocal_deviation
-from triton_kernels.pointwise import IDENTITY, Pointwise
+from triton_kernels.pointwise import IDENTITY, Pointwise, identity
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def apply_backward_kernel(
     gradient_mean,  # [B * G]
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
-    bias_sums,  # [B, strips, C]: sums of input_gradient over a strip's pixels; or None
+    bias_sums,  # [B, strips, C]: sums over a strip's pixels of what STORED takes; or None
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
@@ -320,14 +320,15 @@ def apply_backward_kernel(
     ACTIVATION: tl.constexpr,
     ACTIVATION_GRADIENT: tl.constexpr,
     FINAL_GRADIENT: tl.constexpr,
+    STORED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """input_gradient = ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x)), with x the normalised activated
-    input and g = norm_weight * dy
+    """input_gradient = STORED(ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x))), with x the normalised
+    activated input and g = norm_weight * dy
     """
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
@@ -353,10 +354,11 @@ def apply_backward_kernel(
         dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
         gradient = group_rstd * (dy * weight - group_gradient_mean - normalized * group_projection)
         gradient = ACTIVATION_GRADIENT(gradient, values, 0.0, 0.0)
-        target = tile_offsets(result_strides, RESULT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        tl.store(input_gradient + target, gradient.to(input_gradient.dtype.element_ty), mask=inside)
         if bias_sums is not None:
             total += tl.where(inside, gradient, 0.0)
+        target = tile_offsets(result_strides, RESULT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
+        stored = STORED(gradient, 0.0, 0.0)
+        tl.store(input_gradient + target, stored.to(input_gradient.dtype.element_ty), mask=inside)
     if bias_sums is not None:
         target = tl.program_id(0).to(tl.int64) * channels + c
         tl.store(bias_sums + target, tl.sum(total, 1), mask=c < channels)
@@ -523,11 +525,13 @@ def image_group_norm_backward(
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
+    stored: triton.runtime.JITFunction = identity,
 ) -> None:
     """The gradient at ``input`` of ``image_group_norm`` over its own statistics; all [B, C, S] with any strides.
 
     ``norm_sums`` [2, B, config.strips(S), C] becomes the partial sums of the gradients of norm_weight and norm_bias,
-    ``bias_sums`` [B, config.strips(S), C] those of ``input_gradient`` over the pixels (float32).
+    ``bias_sums`` [B, config.strips(S), C] those of the gradient at ``input`` over the pixels (float32).
+    ``input_gradient`` becomes ``stored`` of it, a function as ``triton_kernels.pointwise`` describes them.
     """
     if input.numel() == 0:
         return
@@ -610,6 +614,7 @@ def image_group_norm_backward(
             ACTIVATION=activation.function,
             ACTIVATION_GRADIENT=activation.gradient,
             FINAL_GRADIENT=final.gradient,
+            STORED=stored,
             GROUP_SIZE=group_size,
             PIXEL_UNIT=size_unit(S),
             BLOCK_C=config.block_c,

@@ -7,6 +7,7 @@ infinities and boundaries; a gradient that is cut off is selected away, not mult
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
@@ -147,7 +148,7 @@ def coarse_normal_tail(value):
 
 @triton.jit
 def coarse_gelu(value, min_val, max_val):
-    """``gelu`` within 1.4e-6, for results of 16 bits: max(value, 0) - |value| q, two thirds of its instructions.
+    """``gelu`` within 1.4e-6, for what TF32 multiplied: max(value, 0) - |value| q, two thirds of its instructions.
 
     NaN for both infinities: PyTorch's is infinite for the positive one, of which a norm makes NaN all the same.
     """
@@ -160,6 +161,48 @@ def coarse_gelu_gradient(gradient, value, min_val, max_val):
     """``gelu_gradient`` within 5e-6 of the gradient."""
     q, e = coarse_normal_tail(value)
     return gradient * (tl.where(value > 0.0, 1.0 - q, q) + value * e * 0.3989422804014327)
+
+
+@triton.jit
+def times_logistic(value, factor):
+    """value / (1 + 2**(value * factor)): GELU where that is the odds against ``normal_cdf``, accurate in its tail too.
+
+    The maximum is there for what it is there for in ``mish``; the quotient is a squared rsqrt, which is faster.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(value * factor))
+    return tl.maximum(value * (root * root), -1.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def float16_gelu(value, min_val, max_val):
+    """``gelu`` within 2.2e-6, and within 2e-4 of itself above -4: a tenth of what rounding to float16 leaves.
+
+    The factor is a minimax fit of degree 6 in value**2, weighted by the error of a value and its GELU in float16. As an
+    epilogue it takes 0.45 ms at the target size where ``coarse_gelu`` takes 0.65 (H200).
+    """
+    square = value * value
+    factor = -2.9909319465559747e-09
+    factor = factor * square + 2.597860770947591e-07
+    factor = factor * square - 8.861806236382108e-06
+    factor = factor * square + 0.00013506693358067423
+    factor = factor * square + 0.00019935121235903352
+    factor = factor * square - 0.10501373559236526
+    factor = factor * square - 2.302126407623291
+    return times_logistic(value, factor)
+
+
+@triton.jit
+def bfloat16_gelu(value, min_val, max_val):
+    """``gelu`` within 7e-5, and within 0.6% of itself above -4: a third of what rounding to bfloat16 leaves at most.
+
+    The factor is the same fit of degree 3; 0.35 ms.
+    """
+    square = value * value
+    factor = -6.891043085488491e-06
+    factor = factor * square + 0.001233759569004178
+    factor = factor * square - 0.10786987841129303
+    factor = factor * square - 2.3001952171325684
+    return times_logistic(value, factor)
 
 
 @triton.jit
@@ -204,4 +247,9 @@ HARDTANH = Pointwise(hardtanh, hardtanh_gradient)
 HARDTANH_MISH = Pointwise(hardtanh_mish, hardtanh_mish_gradient)
 GELU = Pointwise(gelu, gelu_gradient)
 COARSE_GELU = Pointwise(coarse_gelu, coarse_gelu_gradient)
+FLOAT16_GELU = Pointwise(float16_gelu, coarse_gelu_gradient)
+BFLOAT16_GELU = Pointwise(bfloat16_gelu, coarse_gelu_gradient)
 GELU_TANH = Pointwise(gelu_tanh, gelu_tanh_gradient)
+
+#: GELU to the digits that values of a dtype have; those of float32 are TF32's sums.
+APPROXIMATE_GELU = {torch.bfloat16: BFLOAT16_GELU, torch.float16: FLOAT16_GELU, torch.float32: COARSE_GELU}

@@ -155,12 +155,12 @@ def samples():
         image, convolved = (random(*shape).to(memory_format=format) for shape in ((M, K, 4, 5), (M, C, 8, 7)))
         forward, backward = (result[name] for name in L19_OPERATORS)
         for present, training in presence_and_training:
-            forward.append([image, kernel, *vectors(3, present), G, *geometry, approximate, eps, training])
+            forward.append([image, kernel, *vectors(3, present), G, *geometry, approximate, eps, True, training])
         for present, wanted in ((True, (True, True)), (False, (True, False)), (True, (False, True))):
             backward.append(
                 [
                     *(convolved + 1, image, kernel, convolved, statistics, *vectors(3, present)),
-                    *(G, *geometry, approximate, *wanted),
+                    *(G, *geometry, approximate, True, *wanted),
                 ]
             )
     for name in ("linear_hardtanh_mish_group_norm", "linear_group_norm_hardtanh"):

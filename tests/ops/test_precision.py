@@ -34,6 +34,45 @@ def test_shallow_float32_products_are_the_librarys(monkeypatch):
     assert not precision.library_multiplies(torch.bfloat16, 8)
 
 
+@pytest.fixture
+def cudnn():
+    """Its settings, set back whatever happens. Those of float32 may hang on one that stands for more than cuDNN's."""
+    cudnn = torch.backends.cudnn
+    generic = torch.backends.fp32_precision
+    with cudnn.flags(enabled=True, allow_tf32=True):
+        yield cudnn
+        torch.backends.fp32_precision = generic
+
+
+def test_convolutions_follow_cudnns_setting(cudnn):
+    """In its old spelling, and in the new one, mixed with which the old one cannot be read."""
+    for allowed in (True, False):
+        cudnn.allow_tf32 = allowed
+        assert precision.convolutions_allow_tf32() is allowed
+    for setting, allowed in (("tf32", True), ("ieee", False)):
+        cudnn.allow_tf32 = not allowed
+        cudnn.conv.fp32_precision = setting
+        with pytest.raises(RuntimeError):
+            cudnn.allow_tf32  # noqa: B018
+        assert precision.convolutions_allow_tf32() is allowed
+    cudnn.conv.fp32_precision = "none"
+    for setting, allowed in (("tf32", True), ("ieee", False)):
+        torch.backends.fp32_precision = setting
+        assert precision.convolutions_allow_tf32() is allowed
+    cudnn.allow_tf32 = True
+    with cudnn.flags(enabled=False, allow_tf32=True):
+        assert not precision.convolutions_allow_tf32()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_torch_compile_reads_cudnns_setting(cudnn, allowed):
+    cudnn.allow_tf32 = allowed
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + precision.convolutions_allow_tf32(), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [allowed] * 2
+    torch._dynamo.reset()
+
+
 def test_autocast_dtype():
     tensor = torch.empty(0)
     assert precision.autocast_dtype(tensor) == torch.float32

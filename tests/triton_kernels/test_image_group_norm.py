@@ -13,7 +13,8 @@ from triton_kernels.image_group_norm import (
     image_group_norm_backward,
     image_statistics,
 )
-from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY
+from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY, identity
+from triton_kernels.tf32 import nearest_tf32, round_to_tf32
 
 #: A strip of the backward pass is a tile, several, or more than there are.
 CONFIGS = [ImageNormConfig(4, 16, strip=1), ImageNormConfig(16, 8, strip=2), ImageNormConfig(2, 64)]
@@ -133,8 +134,10 @@ def exact_results(values, gradient, num_groups, weight, bias, function, final):
     return output.detach(), input_gradient, input_gradient.sum((0, 2)), *sums
 
 
-def our_results(values, gradient, num_groups, weight, bias, config, output_format, result_format, **options):
-    """As ``exact_results``; every result is NaN before it is written."""
+def our_results(
+    values, gradient, num_groups, weight, bias, config, output_format, result_format, *, backward=None, **options
+):
+    """As ``exact_results``; every result is NaN before it is written. ``backward`` are options of that pass alone."""
     B, C, S = values.shape
     before = {name: options[name] for name in ("activation", "input_bias") if name in options}
     statistics = image_statistics(values, num_groups, 1e-5, config, **before)
@@ -153,6 +156,7 @@ def our_results(values, gradient, num_groups, weight, bias, config, output_forma
         bias_sums=bias_sums,
         bounds=BOUNDS,
         **options,
+        **(backward or {}),
     )
     return output, input_gradient, bias_sums.sum((0, 1)), *norm_sums.sum((1, 2))
 
@@ -270,6 +274,20 @@ def test_some_samples_at_a_time():
     at_once = results([slice(0, B)])
     for some, all in zip(results([slice(0, 2), slice(2, 4), slice(4, 5)]), at_once, strict=True):
         assert not some.isnan().any() and torch.equal(some, all)
+
+
+@pytest.mark.parametrize("result_format", FORMATS)
+def test_stored_function(result_format):
+    """Of what is stored alone: all sums are those of what was not rounded."""
+    arguments = problem((2, 3, 5, 17))
+    formats = ("contiguous", result_format)
+    exact, rounded = (
+        our_results(*arguments, CONFIGS[1], *formats, activation=GELU, backward={"stored": function})
+        for function in (identity, nearest_tf32)
+    )
+    assert torch.equal(rounded[1], round_to_tf32(exact[1])) and not torch.equal(rounded[1], exact[1])
+    for i in (0, 2, 3, 4):
+        assert torch.equal(rounded[i], exact[i])
 
 
 def test_nothing_is_written_beside_the_results():

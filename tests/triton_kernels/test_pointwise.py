@@ -8,7 +8,17 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, Pointwise
+from triton_kernels.pointwise import (
+    BFLOAT16_GELU,
+    COARSE_GELU,
+    FLOAT16_GELU,
+    GELU,
+    GELU_TANH,
+    HARDTANH,
+    HARDTANH_MISH,
+    IDENTITY,
+    Pointwise,
+)
 
 FUNCTIONS = {
     "identity": (IDENTITY, lambda z, low, high: z.clone()),
@@ -123,22 +133,36 @@ def test_gelu_tanh_far_below_zero_keeps_its_digits():
     assert ((result - exact) / exact).abs().max() < 1e-5
 
 
-def test_coarse_gelu():
+#: What each says of its error: of the value, of the gradient, and of the value relative to itself between -4 and 0.
+APPROXIMATIONS = {
+    "coarse": (COARSE_GELU, 1.4e-6, 5e-6, 1e-4),
+    "float16": (FLOAT16_GELU, 2.2e-6, 5e-6, 2e-4),
+    "bfloat16": (BFLOAT16_GELU, 7e-5, 5e-6, 6e-3),
+}
+by_approximation = pytest.mark.parametrize("name", APPROXIMATIONS)
+
+
+@by_approximation
+def test_approximate_gelu(name):
     """As near to float64 as it says, from where GELU is 0 to where it is the identity, and 0 at 0."""
+    function, *allowed, relative = APPROXIMATIONS[name]
     value = torch.cat([torch.linspace(-30.0, 30.0, 120001), torch.linspace(-1e-3, 1e-3, 2001)])
-    results = ours(COARSE_GELU, value, torch.ones_like(value), 0.0, 0.0)
+    results = ours(function, value, torch.ones_like(value), 0.0, 0.0)
     exact = theirs(lambda z, low, high: F.gelu(z), value.double(), torch.ones_like(value).double(), 0.0, 0.0)
-    for result, truth, allowed in zip(results, exact, (1.4e-6, 5e-6), strict=True):
-        assert (result - truth).abs().max() <= allowed
-    zero, gradient = ours(COARSE_GELU, torch.zeros(1), torch.full((1,), 3.0), 0.0, 0.0)
+    for result, truth, most in zip(results, exact, allowed, strict=True):
+        assert (result - truth).abs().max() <= most
+    tail = (value > -4.0) & (value < -1e-6)
+    assert ((results[0] - exact[0]) / exact[0])[tail].abs().max() <= relative
+    zero, gradient = ours(function, torch.zeros(1), torch.full((1,), 3.0), 0.0, 0.0)
     assert zero.item() == 0.0 and abs(gradient.item() - 1.5) <= 3 * 5e-6
 
 
-def test_coarse_gelu_far_from_zero():
+@by_approximation
+def test_approximate_gelu_far_from_zero(name):
     """There it is 0 or the identity, and nothing overflows; NaN stays NaN."""
     value = torch.tensor([1.0, -1.0]) * torch.logspace(1.2, 38.5, 500, base=10.0)[:, None]
-    result, gradient = ours(COARSE_GELU, value, torch.full_like(value, 3.0), 0.0, 0.0)
+    result, gradient = ours(APPROXIMATIONS[name][0], value, torch.full_like(value, 3.0), 0.0, 0.0)
     assert torch.equal(result[:, 0], value[:, 0]) and not result[:, 1].any()
     assert torch.equal(gradient, torch.tensor([3.0, 0.0]).expand_as(value))
-    result, gradient = ours(COARSE_GELU, torch.full((1,), math.nan), torch.ones(1), 0.0, 0.0)
+    result, gradient = ours(APPROXIMATIONS[name][0], torch.full((1,), math.nan), torch.ones(1), 0.0, 0.0)
     assert result.isnan() and gradient.isnan()

@@ -1,0 +1,298 @@
+"""Which convolutions are made by the project's own kernels, and what float32 images become between them.
+
+The kernels for Hopper do not run in the interpreter: PyTorch stands in for their products here, and refuses float32
+numbers that are not TF32's. All around them is what runs on a GPU.
+"""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ops import direct_convolution, precision
+from ops.convolution import ConvTranspose2dGeometry
+from tests.accuracy import draw_grad_output, run
+from tests.chains import L19, Problem, doubled, make_arguments
+from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
+from triton_kernels.image_group_norm import PartialStatistics
+from triton_kernels.tf32 import round_to_tf32
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
+PROBLEM = Problem(rows=5, depth=8, groups=3, group_size=8, pixels=(6, 7))
+
+by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+
+
+def multiplied(input, weight, problem, size):
+    """The stride-1 convolution [N, O, *size] in float64, of ``weight`` [KH, KW, O, C]."""
+    margins = []
+    for axis in (1, 0):
+        reach = (problem.kernel_size[axis] - 1) * problem.dilation[axis]
+        shift = problem.shift[axis]
+        margins += [-shift, size[axis] + reach + shift - input.shape[2 + axis]]
+    padded = F.pad(input.double(), margins)
+    return F.conv2d(padded, weight.double().permute(2, 3, 0, 1), dilation=problem.dilation)
+
+
+def convolved(input, weight, bias, problem, *, output, partials=None, activation=None):
+    assert hopper.takes_input(input)
+    if input.dtype == torch.float32:
+        assert not (input.view(torch.int32) & 0x1FFF)[input.isfinite()].any(), "TF32's numbers"
+        weight = round_to_tf32(weight)
+    values = multiplied(input, weight, problem, output.shape[2:])
+    output.copy_(values if bias is None else values + bias.double()[:, None, None])
+    if partials is not None:
+        activated = F.gelu(output.double()).flatten(2)
+        partials.counts.fill_(activated.shape[2])
+        partials.means.copy_(activated.mean(2)[:, None])
+        partials.m2s.copy_(activated.var(2, correction=0)[:, None] * activated.shape[2])
+
+
+def add_weight_gradient(
+    input, gradient, partials, *, input_first, gradient_first, count, kernel_size, dilation, shift, accumulate, config
+):
+    assert weight_gradient_hopper.supports(input, gradient, kernel_size, dilation, config)
+    assert (input_first, gradient_first, count) == (0, 0, len(gradient))
+    problem = hopper_problem(kernel_size, dilation, shift)
+    weight = torch.zeros(*kernel_size, gradient.shape[3], input.shape[3], dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        output = multiplied(input.permute(0, 3, 1, 2), weight, problem, gradient.shape[1:3])
+    (sums,) = torch.autograd.grad(output, weight, gradient.permute(0, 3, 1, 2).double())
+    partials.copy_(sums.flatten() + (partials if accumulate else 0.0))
+
+
+def hopper_problem(kernel_size, dilation, shift):
+    return types.SimpleNamespace(kernel_size=kernel_size, dilation=dilation, shift=shift)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As on a GPU that has them; all else of their modules is their own."""
+    for module in (direct_convolution, convolution_hopper, weight_gradient_hopper):
+        monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)
+    convolutions = types.SimpleNamespace(
+        supports=convolution_hopper.supports,
+        partial_count=lambda input, output, convolution: 1,
+        convolution_hopper=convolved,
+    )
+    weight_gradients = types.SimpleNamespace(
+        supports=weight_gradient_hopper.supports,
+        WeightGradientConfig=weight_gradient_hopper.WeightGradientConfig,
+        partials_shape=lambda input, gradient, kernel_size: (
+            kernel_size[0] * kernel_size[1] * gradient.shape[3] * input.shape[3],
+        ),
+        convolution_weight_gradient=add_weight_gradient,
+        finish=lambda sums, input, gradient, *, kernel_size, config: sums.view(
+            *kernel_size, gradient.shape[3], input.shape[3]
+        ),
+    )
+    monkeypatch.setattr(direct_convolution, "_hopper_kernels", lambda: (convolutions, weight_gradients))
+
+
+@pytest.fixture
+def allow_tf32(monkeypatch):
+    """Whether PyTorch is set to; a function that sets it."""
+
+    def allow(allowed):
+        monkeypatch.setattr(precision, "convolutions_allow_tf32", lambda: allowed)
+
+    allow(True)
+    return allow
+
+
+# What is taken
+
+
+def images(shape, dtype=torch.float32, format=torch.channels_last):
+    return torch.empty(shape, dtype=dtype).contiguous(memory_format=format)
+
+
+def takes(input, channels=64, allowed=True, **geometry):
+    geometry = dataclasses.replace(GEOMETRY, **geometry)
+    weight = torch.empty(input.shape[1], channels, *geometry.kernel_size)
+    return direct_convolution.takes(input, weight, geometry, allowed)
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_numbers(dtype, format):
+    """Of stride 1 and one group, whatever is set and wherever they are."""
+    for shape in ((1, 64, 5, 6), (2, 3, 1, 1)):
+        input = images(shape, dtype, format)
+        assert takes(input, allowed=False) and takes(input, channels=5, dilation=(2, 1))
+        assert not takes(input, stride=(1, 2)) and not takes(input, groups=2) and not takes(input[:0])
+
+
+def test_float32_is_the_librarys_without_the_kernels_for_hopper():
+    assert not takes(images((4, 64, 72, 64)))
+    assert not takes(images((4, 64, 72, 64)).double())
+
+
+def test_float32_in_channels_last(on_hopper):
+    """Of any size that the kernel takes: there cuDNN's convolutions are TF32."""
+    for shape in ((4, 64, 72, 64), (1, 4, 2, 3)):
+        input = images(shape)
+        assert takes(input) and takes(input, channels=5, dilation=(2, 1)) and takes(input, padding=(1, 2))
+        assert not takes(input, allowed=False) and not takes(input, stride=(1, 2)) and not takes(input, groups=2)
+        assert not takes(input[:0]) and not takes(input.double())
+        assert not takes(input, output_padding=(1, 0), dilation=(2, 2))  # not cuDNN's
+    assert takes(images((4, 72, 9, 8))[:, 3:67])  # as any is copied
+    for refused in (images((4, 3, 72, 64)), images((4, 37, 72, 64)), images((4, 512, 8, 8))):
+        assert not takes(refused)
+    assert not takes(images((4, 64, 72, 64)), kernel_size=(5, 5))
+    assert not takes(images((4, 64, 72, 64)), dilation=(9, 1))
+
+
+@pytest.mark.parametrize(
+    "shape, channels, taken",
+    [
+        ((4, 64, 64, 64), 64, True),
+        ((1, 64, 128, 128), 64, True),
+        ((4, 128, 64, 64), 64, False),  # more weights than fit
+        ((4, 64, 64, 64), 200, True),
+        ((4, 64, 64, 63), 64, False),
+        ((4, 64, 64, 64), 63, False),
+        ((4, 60, 64, 64), 64, False),
+        ((8, 8, 128, 128), 8, False),
+    ],
+    ids=str,
+)
+def test_contiguous_float32(on_hopper, shape, channels, taken):
+    """Where cuDNN's are TF32 for certain: with channels and pixels enough."""
+    input = images(shape, format=torch.contiguous_format)
+    assert takes(input, channels) is taken
+    assert not takes(input, channels, allowed=False) and not takes(input, channels, dilation=(1, 2))
+
+
+# What they become
+
+
+def as_tf32(arguments, grad_output):
+    """The largest relative error that rounding the convolution's operands to TF32 makes of each result, about."""
+    exact = run(L19.plain, doubled(arguments), grad_output.double())
+    rounded = {name: round_to_tf32(arguments[name]) for name in ("input", "weight")}
+    return exact, run(L19.plain, doubled({**arguments, **rounded}), grad_output.double())
+
+
+def arguments_of(format, problem=PROBLEM, **geometry):
+    arguments = {**make_arguments(L19, problem, torch.float32), **geometry}
+    return {**arguments, "input": arguments["input"].contiguous(memory_format=format)}
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch):
+    """Samples, two or three, and contiguous images as if they were large."""
+    monkeypatch.setattr(direct_convolution, "_BYTES_AT_ONCE", 20000)
+    monkeypatch.setattr(direct_convolution, "_FEWEST_TF32_CHANNELS", 1)
+    monkeypatch.setattr(direct_convolution, "_FEWEST_TF32_PIXELS", 1)
+
+
+GEOMETRIES = {
+    "plain": (PROBLEM, {}),
+    "padding": (dataclasses.replace(PROBLEM, kernel=(2, 3)), {"padding": (1, 2), "approximate": "tanh"}),
+    "dilation": (PROBLEM, {"dilation": (2, 1)}),
+    "odd channels": (dataclasses.replace(PROBLEM, groups=3, group_size=3), {}),
+    "wide taps": (dataclasses.replace(PROBLEM, kernel=(1, 5)), {}),
+}
+
+
+@by_format
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_float32(on_hopper, allow_tf32, few_at_a_time, name, format):
+    """Wrong by TF32's rounding and no more; weight gradients by less; in the formats of what they belong to."""
+    problem, geometry = GEOMETRIES[name]
+    arguments = arguments_of(format, problem, **geometry)
+    for gradient_format in FORMATS:
+        grad_output = draw_grad_output(L19, arguments).contiguous(memory_format=gradient_format)
+        exact, rounded = as_tf32(arguments, grad_output)
+        results = run(L19.function, arguments, grad_output)
+        for each in results:
+            error, expected = (results[each] - exact[each]).norm(), (rounded[each] - exact[each]).norm()
+            assert error <= 2 * expected + 1e-6 * exact[each].norm(), each
+        for each in ("output", "input"):
+            assert results[each].is_contiguous(memory_format=format), each
+        output_error = (results["output"] - exact["output"]).norm() / exact["output"].norm()
+        taken = direct_convolution.takes(
+            arguments["input"], arguments["weight"], dataclasses.replace(GEOMETRY, **shape_of(problem, geometry)), True
+        )
+        assert bool(output_error > 5e-5) is taken, "rounded, where it should be, and nowhere else"
+
+
+def shape_of(problem, geometry):
+    return {"kernel_size": problem.kernel, "dilation": geometry.get("dilation", (1, 1))}
+
+
+@by_format
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_setting_of_the_forward_pass_counts(on_hopper, allow_tf32, few_at_a_time, format, allowed):
+    """Also in the backward pass, whatever is set by then."""
+    arguments = arguments_of(format)
+    grad_output = draw_grad_output(L19, arguments)
+    allow_tf32(allowed)
+    expected = run(L19.function, arguments, grad_output)
+
+    def changes(**arguments):
+        allow_tf32(allowed)
+        output = L19.function(**arguments)
+        allow_tf32(not allowed)
+        return output
+
+    results = run(changes, arguments, grad_output)
+    for name in expected:
+        assert torch.equal(results[name], expected[name]), name
+    allow_tf32(not allowed)
+    assert not torch.equal(L19.function(**arguments), expected["output"])
+
+
+@by_format
+@pytest.mark.parametrize("allowed", [True, False])
+def test_compiled(on_hopper, allow_tf32, few_at_a_time, format, allowed):
+    """One graph, whose fakes come to the same answer; bit for bit what it is without."""
+    torch._dynamo.reset()
+    allow_tf32(allowed)
+    compiled = torch.compile(L19.function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, pixels in ((5, (6, 7)), (3, (6, 4))):
+        arguments = arguments_of(format, dataclasses.replace(PROBLEM, rows=rows, pixels=pixels))
+        grad_output = draw_grad_output(L19, arguments)
+        expected, results = run(L19.function, arguments, grad_output), run(compiled, arguments, grad_output)
+        for name in expected:
+            assert torch.equal(results[name], expected[name]), name
+            assert results[name].stride() == expected[name].stride(), name
+    torch._dynamo.reset()
+
+
+def test_gradients_only_where_asked_for(on_hopper, allow_tf32, few_at_a_time):
+    arguments = arguments_of(torch.channels_last)
+    grad_output = draw_grad_output(L19, arguments)
+    everything = run(L19.function, arguments, grad_output)
+    for name in ("input", "weight", "conv_bias"):
+        leaf = arguments[name].detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(L19.function(**{**arguments, name: leaf}), leaf, grad_output)
+        assert torch.equal(gradient, everything[name]), name
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite(on_hopper, allow_tf32, few_at_a_time, value):
+    """In a sample or in its gradient, it shows in the same results as PyTorch's."""
+    arguments = arguments_of(torch.channels_last)
+    grad_output = draw_grad_output(L19, arguments)
+    for name in ("input", "grad_output"):
+        changed, incoming = {**arguments, "input": arguments["input"].clone()}, grad_output.clone()
+        (changed["input"] if name == "input" else incoming)[1, 2, 3, 4] = value
+        ours, theirs = (run(function, changed, incoming) for function in (L19.function, L19.plain))
+        for each in theirs:
+            assert torch.equal(ours[each].isfinite(), theirs[each].isfinite()), f"{each} for {value} in {name}"
+
+
+def test_partial_statistics_are_those_of_each_span(on_hopper):
+    """None is left as it was."""
+    input, weight = torch.randn(5, 8, 6, 7), torch.randn(8, 24, 3, 3)
+    whole = direct_convolution.forward(input, weight, None, GEOMETRY, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_convolution, "_BYTES_AT_ONCE", 1)
+        z, partials = direct_convolution.forward(input, weight, None, GEOMETRY, None)
+    assert isinstance(partials, PartialStatistics) and torch.equal(z, whole[0])
+    assert torch.equal(partials.means, whole[1].means) and torch.equal(partials.m2s, whole[1].m2s)
