@@ -24,6 +24,9 @@ from triton_kernels.tf32 import nearest_tf32
 _BYTES_AT_ONCE = 3 * 2**26
 #: Columns of the weight gradient's tiles: with 32 all taps share what is copied.
 _WEIGHT_GRADIENT_COLUMNS = 32
+#: Taps that cuDNN was seen to take as TF32 in both formats, forward and backward; of 2 x 2, 4 x 4, 5 x 5, 1 x 5 and
+#: 5 x 1 taps one pass or the other is in float32 in at least one format (H200).
+_TF32_TAPS = (1, 1), (3, 3)
 #: Contiguous float32 images of fewer channels, in or out, or of fewer pixels, all samples together, may be convolved in
 #: float32 by cuDNN though TF32 is allowed (on an H200: 2 x 32 x 32 pixels of 64 channels, 8 x 128 x 128 of 8).
 _FEWEST_TF32_CHANNELS = 64
@@ -49,13 +52,14 @@ def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvT
     An output padding as large as the stride, as any is here, it gives to another convolution than cuDNN's, and dilated
     taps too where contiguous images are to be convolved deterministically.
     """
-    if geometry.output_padding != (0, 0):
+    is_plain = geometry.output_padding == (0, 0) and geometry.dilation == (1, 1)
+    if not is_plain or geometry.kernel_size not in _TF32_TAPS:
         return False
     if memory_format(input) == torch.channels_last:
         return True
     samples, _, height, width = input.shape
     channels, pixels = min(weight.shape[:2]), samples * height * width
-    return geometry.dilation == (1, 1) and channels >= _FEWEST_TF32_CHANNELS and pixels >= _FEWEST_TF32_PIXELS
+    return channels >= _FEWEST_TF32_CHANNELS and pixels >= _FEWEST_TF32_PIXELS
 
 
 def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:

@@ -132,18 +132,18 @@ def test_float32_is_the_librarys_without_the_kernels_for_hopper():
 
 
 def test_float32_in_channels_last(on_hopper):
-    """Of any size that the kernel takes: there cuDNN's convolutions are TF32."""
+    """Of any size that the kernel takes, with the taps that are known: there cuDNN's convolutions are TF32."""
     for shape in ((4, 64, 72, 64), (1, 4, 2, 3)):
         input = images(shape)
-        assert takes(input) and takes(input, channels=5, dilation=(2, 1)) and takes(input, padding=(1, 2))
+        assert takes(input) and takes(input, channels=5) and takes(input, padding=(1, 2))
+        assert takes(input, kernel_size=(1, 1)) and not takes(input, dilation=(2, 1))
+        assert not any(takes(input, kernel_size=size) for size in ((2, 2), (3, 1), (1, 5), (5, 5)))
         assert not takes(input, allowed=False) and not takes(input, stride=(1, 2)) and not takes(input, groups=2)
         assert not takes(input[:0]) and not takes(input.double())
         assert not takes(input, output_padding=(1, 0), dilation=(2, 2))  # not cuDNN's
     assert takes(images((4, 72, 9, 8))[:, 3:67])  # as any is copied
     for refused in (images((4, 3, 72, 64)), images((4, 37, 72, 64)), images((4, 512, 8, 8))):
         assert not takes(refused)
-    assert not takes(images((4, 64, 72, 64)), kernel_size=(5, 5))
-    assert not takes(images((4, 64, 72, 64)), dilation=(9, 1))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,7 @@ def test_contiguous_float32(on_hopper, shape, channels, taken):
     input = images(shape, format=torch.contiguous_format)
     assert takes(input, channels) is taken
     assert not takes(input, channels, allowed=False) and not takes(input, channels, dilation=(1, 2))
+    assert not takes(input, channels, kernel_size=(2, 2))
 
 
 # What they become
@@ -184,10 +185,9 @@ def arguments_of(format, problem=PROBLEM, **geometry):
 
 @pytest.fixture
 def few_at_a_time(monkeypatch):
-    """Samples, two or three, and contiguous images as if they were large."""
+    """Samples, two or three, and images of any kind as if cuDNN took them as TF32."""
     monkeypatch.setattr(direct_convolution, "_BYTES_AT_ONCE", 20000)
-    monkeypatch.setattr(direct_convolution, "_FEWEST_TF32_CHANNELS", 1)
-    monkeypatch.setattr(direct_convolution, "_FEWEST_TF32_PIXELS", 1)
+    monkeypatch.setattr(direct_convolution, "_is_tf32_in_cudnn", lambda *arguments: True)
 
 
 GEOMETRIES = {
