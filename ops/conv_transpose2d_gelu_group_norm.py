@@ -13,7 +13,7 @@ from triton_kernels.image_group_norm import (
     image_group_norm_backward,
     image_statistics,
 )
-from triton_kernels.pointwise import APPROXIMATE_GELU, GELU, Pointwise, identity
+from triton_kernels.pointwise import GELU, GELU_OF, Pointwise, identity
 
 
 def _geometry(weight, stride, padding, output_padding, dilation, groups) -> ConvTranspose2dGeometry:
@@ -22,10 +22,10 @@ def _geometry(weight, stride, padding, output_padding, dilation, groups) -> Conv
     return ConvTranspose2dGeometry(*(tuple(pair) for pair in pairs), groups)
 
 
-def _activation(approximate: str, dtype: torch.dtype, is_direct: bool) -> Pointwise:
-    """GELU; an approximation where values are of 16 bits or, made here, TF32's sums."""
+def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
+    """GELU, to the digits that values of this dtype have."""
     function = gelu_called(approximate)
-    return APPROXIMATE_GELU[dtype] if function is GELU and (is_direct or dtype != torch.float32) else function
+    return GELU_OF[dtype] if function is GELU else function
 
 
 def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *arguments):
@@ -34,7 +34,7 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
     is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
     # The library would add the bias in a pass of its own, so the norm's passes do.
     options = {
-        "activation": _activation(approximate, input.dtype, is_direct),
+        "activation": _activation(approximate, input.dtype),
         "input_bias": None if is_direct else conv_bias,
     }
     if is_direct:
@@ -96,7 +96,7 @@ def _backward_kernels(
             input_gradient=target.flatten(2),
             norm_sums=norm_sums[:, samples],
             bias_sums=bias_sums[0, samples],
-            activation=_activation(approximate, z.dtype, is_direct),
+            activation=_activation(approximate, z.dtype),
             input_bias=None if is_direct else conv_bias,
             stored=stored,
         )

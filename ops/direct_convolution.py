@@ -27,6 +27,8 @@ _WEIGHT_GRADIENT_COLUMNS = 32
 #: Taps that cuDNN was seen to take as TF32 in both formats, forward and backward; of 2 x 2, 4 x 4, 5 x 5, 1 x 5 and
 #: 5 x 1 taps one pass or the other is in float32 in at least one format (H200).
 _TF32_TAPS = (1, 1), (3, 3)
+#: What the output's channels were multiples of, or nearly all.
+_TF32_CHANNELS = 8
 #: Contiguous float32 images of fewer channels, in or out, or of fewer pixels, all samples together, may be convolved in
 #: float32 by cuDNN though TF32 is allowed (on an H200: 2 x 32 x 32 pixels of 64 channels, 8 x 128 x 128 of 8).
 _FEWEST_TF32_CHANNELS = 64
@@ -53,7 +55,7 @@ def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvT
     taps too where contiguous images are to be convolved deterministically.
     """
     is_plain = geometry.output_padding == (0, 0) and geometry.dilation == (1, 1)
-    if not is_plain or geometry.kernel_size not in _TF32_TAPS:
+    if not is_plain or geometry.kernel_size not in _TF32_TAPS or weight.shape[1] % _TF32_CHANNELS != 0:
         return False
     if memory_format(input) == torch.channels_last:
         return True
@@ -228,7 +230,8 @@ def backward(
     if sums is None:
         return input_gradient, None
     weight_gradient = hopper.finish(sums, *shapes, kernel_size=geometry.kernel_size, config=config)
-    return input_gradient, weight_gradient.permute(3, 2, 0, 1).flip(2, 3).to(weight.dtype).contiguous()
+    weight_gradient = weight_gradient.permute(3, 2, 0, 1).flip(2, 3).to(weight.dtype)
+    return input_gradient, weight_gradient.contiguous(memory_format=memory_format(weight))
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:

@@ -35,7 +35,7 @@ from triton_kernels import (
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
 from triton_kernels.linear import LinearConfig, linear
-from triton_kernels.pointwise import APPROXIMATE_GELU, GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, identity
+from triton_kernels.pointwise import GELU, GELU_OF, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY, identity
 from triton_kernels.tf32 import nearest_tf32
 
 pytestmark = pytest.mark.offline
@@ -314,7 +314,7 @@ def test_image_group_norm(dtype, direct, format, arch):
     bias_sums = torch.empty(B, alone.strips(S), C, device=META)
 
     def launch():
-        for activation in (APPROXIMATE_GELU[dtype] if direct else GELU, GELU_TANH):
+        for activation in (GELU_OF[dtype], GELU_TANH):
             options = {"activation": activation, "input_bias": None if direct else vector}
             statistics = image_group_norm.image_statistics(z, 8, 1e-5, alone, **options)
             arguments = (statistics, vector, vector)
@@ -367,7 +367,7 @@ def test_convolution(channels, dtype, format, arch):
                 config,
                 output=output,
                 partials=partials,
-                activation=APPROXIMATE_GELU[dtype],
+                activation=GELU_OF[dtype],
                 input_precision=FLOAT32_INPUT_PRECISION,
             )
 
@@ -409,7 +409,7 @@ class HopperConvolution:
             self.taps,
             output=output,
             partials=partials,
-            activation=APPROXIMATE_GELU[dtype] if self.statistics else IDENTITY,
+            activation=GELU_OF[dtype] if self.statistics else IDENTITY,
         )
 
 
@@ -499,7 +499,7 @@ def check_direct_convolution(dtype, format, arch, on_hopper):
 
     def forward():
         assert direct_convolution.takes(input, weight, GEOMETRY, True)
-        z, partials = direct_convolution.forward(input, weight, vectors(dtype), GEOMETRY, APPROXIMATE_GELU[dtype])
+        z, partials = direct_convolution.forward(input, weight, vectors(dtype), GEOMETRY, GELU_OF[dtype])
         assert z.shape == (SAMPLES, CHANNELS, SIZE + 2, SIZE + 2) and z.stride(1) == 1
         assert direct_convolution.differentiates(z, input, GEOMETRY) == on_hopper
 

@@ -325,7 +325,9 @@ def multiply(
     for tile in range(gl.program_id(0) + CONSUMER * gl.num_programs(0), tiles, stride):
         n, tile_y, tile_x = tile_place(tile, places)
         y, x = tile_y * TILING.rows, tile_x * TILING.columns
-        accumulator = gl.expand_dims(shift, 1) + gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)
+        accumulator = gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)
+        if BITS == 16:
+            accumulator += gl.expand_dims(shift, 1)
         # The consumers multiply in the order of their tiles: that of the boxes, and so that epilogues do not coincide.
         mbarrier.wait(turns.index(CONSUMER), turn)
         for part in range(TURNS):
@@ -345,6 +347,8 @@ def multiply(
         accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator,))
         mbarrier.arrive(empty.index((box_count + TILING.stages - 1) % TILING.stages), count=1)
         box_count += TURNS
+        if BITS == 32:  # a large bias would cost the products digits, since the tensor cores' sums are cut off
+            accumulator += gl.expand_dims(shift, 1)
         values = rounded(accumulator, output.dtype.element_ty)
         rows = gl.minimum(height - y, TILING.rows)
         columns = gl.minimum(width - x, TILING.columns)
@@ -353,7 +357,7 @@ def multiply(
             corner = output + n.to(gl.int64) * output_strides[0] * UNITS[0]
             corner += (y.to(gl.int64) * width + x) * output_strides[2] * UNITS[2]
             targets = corner + gl.expand_dims(channel.to(gl.int64) * output_strides[1] * UNITS[1], 1)
-            targets += gl.expand_dims((row * width + column) * output_strides[2] * UNITS[2], 0)
+            targets += gl.expand_dims((row * width + column).to(gl.int64) * output_strides[2] * UNITS[2], 0)
             gl.store(targets, values, mask=inside & gl.expand_dims(channel < channels, 1))
         else:
             mbarrier.wait(hands.index(CONSUMER), turn)
@@ -368,7 +372,7 @@ def multiply(
                 tma.async_copy_shared_to_global(staged, [n, y, x, block], box)
         if partials is not None:
             activated = by_slot(ACTIVATION(values.to(gl.float32), 0.0, 0.0))
-            if rows * columns == PIXELS:
+            if BITS == 16 and rows * columns == PIXELS:
                 more = slot_statistics(activated, None, False)
             else:
                 more = slot_statistics(activated, by_slot(inside & gl.expand_dims(channel >= 0, 1)), True)

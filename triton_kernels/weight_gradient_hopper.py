@@ -371,7 +371,8 @@ def convolution_weight_gradient(
     them. The samples are ``input``'s from ``input_first`` on and ``gradient``'s from ``gradient_first`` on. Tap (ky,
     kx) pairs the gradient's pixel (y, x) with the input's (y + shift[0] + ky * dilation[0], x + shift[1] + kx *
     dilation[1]), which is 0 outside of the image. ``partials``, a contiguous float32 tensor of ``partials_shape``, is
-    for ``finish`` to sum; calls that add to one another differ in their samples alone.
+    for ``finish`` to sum; calls that add to one another differ in
+    their samples alone, or in tensors of the same shapes.
     """
     if count == 0:
         if not accumulate:

@@ -13,7 +13,7 @@ from triton_kernels.image_group_norm import (
     image_group_norm_backward,
     image_statistics,
 )
-from triton_kernels.pointwise import COARSE_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY, identity
+from triton_kernels.pointwise import FLOAT16_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY, identity
 from triton_kernels.tf32 import nearest_tf32, round_to_tf32
 
 #: A strip of the backward pass is a tile, several, or more than there are.
@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "identity": (IDENTITY, lambda z: z),
     "gelu": (GELU, F.gelu),
     "gelu_tanh": (GELU_TANH, lambda z: F.gelu(z, approximate="tanh")),
-    "coarse_gelu": (COARSE_GELU, F.gelu),
+    "float16_gelu": (FLOAT16_GELU, F.gelu),
 }
 BOUNDS = (-0.75, 1.5)
 
@@ -205,7 +205,9 @@ def test_short_dtypes(dtype):
     """Read as they are, computed in float32, rounded once; the sums are of what was not yet rounded."""
     values, gradient, num_groups, weight, bias = problem((2, 2, 8, 65))
     arguments = *(t.to(dtype) for t in (values, gradient)), num_groups, weight.to(dtype), bias.to(dtype)
-    results = our_results(*arguments, CONFIGS[0], "channels_last", "contiguous", activation=COARSE_GELU, final=IDENTITY)
+    results = our_results(
+        *arguments, CONFIGS[0], "channels_last", "contiguous", activation=FLOAT16_GELU, final=IDENTITY
+    )
     truths = exact_results(*arguments, F.gelu, IDENTITY)
     assert results[0].dtype == results[1].dtype == dtype
     for result, truth in zip(results[:2], truths[:2], strict=True):

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from triton_kernels.pointwise import (
     BFLOAT16_GELU,
-    COARSE_GELU,
     FLOAT16_GELU,
     GELU,
     GELU_TANH,
@@ -135,7 +134,6 @@ def test_gelu_tanh_far_below_zero_keeps_its_digits():
 
 #: What each says of its error: of the value, of the gradient, and of the value relative to itself between -4 and 0.
 APPROXIMATIONS = {
-    "coarse": (COARSE_GELU, 1.4e-6, 5e-6, 1e-4),
     "float16": (FLOAT16_GELU, 2.2e-6, 5e-6, 2e-4),
     "bfloat16": (BFLOAT16_GELU, 7e-5, 5e-6, 6e-3),
 }
