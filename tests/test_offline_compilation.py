@@ -379,6 +379,11 @@ def test_convolution(channels, dtype, format, arch):
         assert any(instruction in kernel.ptx for instruction in MATRIX_INSTRUCTIONS), kernel.name
 
 
+#: Bytes a thread that the convolution's epilogue may spill. With tiles of 256 pixels it has 112 registers; that some
+#: are spilled in float16 costs less than smaller tiles would (1.36 ms, 1.49).
+EPILOGUE_SPILLS = {torch.bfloat16: 8, torch.float16: 96, torch.float32: 16}
+
+
 @dataclass(frozen=True)
 class HopperConvolution:
     """One launch of ``convolution_hopper``."""
@@ -436,8 +441,7 @@ class HopperConvolution:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_convolution_hopper(problem, dtype):
     (kernel,) = compile_launches(lambda: problem.launch(dtype), 90)
-    # With tiles of 256 pixels a thread has 112 registers; some spilled cost less than smaller tiles (1.36 ms, 1.49).
-    assert_multiplies_as_hopper_does(kernel, allowed_spill=96 if problem.statistics and dtype != torch.float32 else 0)
+    assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if problem.statistics else 0)
 
 
 @with_copies
@@ -514,7 +518,9 @@ def check_direct_convolution(dtype, format, arch, on_hopper):
         specialised = [kernel for kernel in kernels if "cp.async.bulk.tensor" in kernel.ptx]
         assert bool(specialised) == on_hopper
         for kernel in specialised:
-            assert_multiplies_as_hopper_does(kernel)
+            assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if launch is forward else 0)
+        if others := [kernel for kernel in kernels if kernel not in specialised]:
+            assert_fit_without_spills(others)
 
 
 @by_architecture
