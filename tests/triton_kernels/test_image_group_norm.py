@@ -25,7 +25,6 @@ ACTIVATIONS = {
     "identity": (IDENTITY, lambda z: z),
     "gelu": (GELU, F.gelu),
     "gelu_tanh": (GELU_TANH, lambda z: F.gelu(z, approximate="tanh")),
-    "float16_gelu": (FLOAT16_GELU, F.gelu),
 }
 BOUNDS = (-0.75, 1.5)
 
