@@ -57,6 +57,16 @@ def tile_offsets(strides, UNITS: tl.constexpr, sample, channel, pixel, BLOCK_C: 
 
 
 @triton.jit
+def tile_of_program(tiles, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The tile that a program has: its corner (sample, channel, pixel), its channels [BLOCK_C], and what is inside."""
+    pixel = tl.program_id(0) % tiles * BLOCK_S
+    channel = second_place() * BLOCK_C
+    c = channel + tl.arange(0, BLOCK_C)
+    inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
+    return tl.program_id(0) // tiles, channel, pixel, c, inside
+
+
+@triton.jit
 def load_rows(vector, index, inside, default):
     """vector[index] in float32, as a column [BLOCK_C, 1]; ``default`` where there is no vector."""
     if vector is None:
@@ -85,11 +95,7 @@ def partial_statistics_kernel(
 ):
     """Mean and M2 over the pixels of a tile, channel by channel, of the activated input."""
     pixels = pixels * PIXEL_UNIT
-    sample = tl.program_id(0) // tiles
-    pixel = tl.program_id(0) % tiles * BLOCK_S
-    channel = second_place() * BLOCK_C
-    c = channel + tl.arange(0, BLOCK_C)
-    inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
+    sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
     offsets = tile_offsets(strides, UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
     values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
     values = ACTIVATION(values + load_rows(input_bias, c, c < channels, 0.0), 0.0, 0.0)
@@ -181,11 +187,7 @@ def apply_kernel(
 ):
     """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a tile a program"""
     pixels = pixels * PIXEL_UNIT
-    sample = tl.program_id(0) // tiles
-    pixel = tl.program_id(0) % tiles * BLOCK_S
-    channel = second_place() * BLOCK_C
-    c = channel + tl.arange(0, BLOCK_C)
-    inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
+    sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
     group = sample * num_groups + c // GROUP_SIZE
     source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
     values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32)
