@@ -127,6 +127,25 @@ def check(chain: Chain, arguments: dict, grad_output: torch.Tensor | None = None
     assert not failures, "\n".join(failures)
 
 
+def check_inference(chain: Chain, arguments: dict) -> None:
+    """Assert the rule, but for chance, for the result without gradients: other kernels run, which save nothing."""
+    with torch.no_grad():
+        ours, theirs = chain.function(**arguments).double(), chain.plain(**arguments).double()
+        exact = chain.plain(**doubled(arguments))
+    our_error, their_error = (ours - exact).norm(), (theirs - exact).norm()
+    assert our_error <= FACTOR * their_error + torch.finfo(torch.float32).eps * exact.norm()
+
+
+def check_not_finite(chain: Chain, arguments: dict, grad_output: torch.Tensor, value: float) -> None:
+    """Assert that ``value`` in an image, and in its gradient, leaves as much of each result finite as of PyTorch's."""
+    for name in ("input", "grad_output"):
+        changed, incoming = {**arguments, "input": arguments["input"].clone()}, grad_output.clone()
+        (changed["input"] if name == "input" else incoming)[1, 2, 3, 4] = value
+        ours, theirs = (run(function, changed, incoming) for function in (chain.function, chain.plain))
+        for each in theirs:
+            assert torch.equal(ours[each].isfinite(), theirs[each].isfinite()), f"{each} for {value} in {name}"
+
+
 def _independent_samples(chain: Chain, input: torch.Tensor) -> int:
     if 0 in input.stride()[:-1]:
         return 1

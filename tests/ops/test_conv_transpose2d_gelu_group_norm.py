@@ -12,7 +12,7 @@ from torch import nn
 import ops
 from ops import precision
 from ops.convolution import check_conv_transpose2d, memory_format
-from tests.accuracy import check, draw_grad_output, run
+from tests.accuracy import check, check_not_finite, draw_grad_output, run
 from tests.chains import DTYPES, L19, LAYOUTS, Problem, chain_id, doubled, make_arguments, tensors_of, with_layout
 
 PROBLEM = Problem(rows=4, depth=6, groups=3, group_size=4, pixels=(5, 7))
@@ -290,15 +290,7 @@ def test_special_values(value, dtype, approximate):
 def test_special_gradients(value, dtype, approximate):
     """What is not finite in the input or in the incoming gradient is not finite in the same gradients as PyTorch's."""
     arguments = arguments_of(dtype=dtype, geometry={"approximate": approximate})
-    grad_output = draw_grad_output(L19, arguments)
-    for name in ("input", "grad_output"):
-        changed, incoming = dict(arguments), grad_output.clone()
-        if name == "input":
-            changed["input"] = arguments["input"].clone()
-        (changed["input"] if name == "input" else incoming)[1, 2, 3, 4] = value
-        ours, theirs = (run(function, changed, incoming) for function in (L19.function, L19.plain))
-        for each in theirs:
-            assert torch.equal(ours[each].isfinite(), theirs[each].isfinite()), f"{each} for {value} in {name}"
+    check_not_finite(L19, arguments, draw_grad_output(L19, arguments), value)
 
 
 @by_dtype

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ops import direct_convolution, precision
 from ops.convolution import ConvTranspose2dGeometry
-from tests.accuracy import draw_grad_output, run
+from tests.accuracy import check_not_finite, draw_grad_output, run
 from tests.chains import L19, Problem, doubled, make_arguments
 from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
 from triton_kernels.image_group_norm import PartialStatistics
@@ -283,13 +283,7 @@ def test_gradients_only_where_asked_for(on_hopper, allow_tf32, few_at_a_time):
 def test_what_is_not_finite(on_hopper, allow_tf32, few_at_a_time, value):
     """In a sample or in its gradient, it shows in the same results as PyTorch's."""
     arguments = arguments_of(torch.channels_last)
-    grad_output = draw_grad_output(L19, arguments)
-    for name in ("input", "grad_output"):
-        changed, incoming = {**arguments, "input": arguments["input"].clone()}, grad_output.clone()
-        (changed["input"] if name == "input" else incoming)[1, 2, 3, 4] = value
-        ours, theirs = (run(function, changed, incoming) for function in (L19.function, L19.plain))
-        for each in theirs:
-            assert torch.equal(ours[each].isfinite(), theirs[each].isfinite()), f"{each} for {value} in {name}"
+    check_not_finite(L19, arguments, draw_grad_output(L19, arguments), value)
 
 
 def test_partial_statistics_are_those_of_each_span(on_hopper):

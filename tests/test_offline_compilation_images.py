@@ -1,0 +1,367 @@
+"""Promise: what L19 would launch, at its target size, compiles for each architecture, fits, and spills no registers.
+
+As in ``tests/test_offline_compilation.py``, which has the other chains.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from autotune_configs.offline import compile_launches
+from ops import direct_convolution
+from ops.convolution import ConvTranspose2dGeometry
+from ops.precision import FLOAT32_INPUT_PRECISION
+from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META
+from triton_kernels import convolution, convolution_hopper, hopper, image_copy, image_group_norm, weight_gradient_hopper
+from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
+from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
+from triton_kernels.pointwise import GELU_OF, GELU_TANH, IDENTITY, identity
+from triton_kernels.tf32 import nearest_tf32
+
+pytestmark = pytest.mark.offline
+
+#: [128, 64, 256, 256], 3 x 3 taps, 64 channels out.
+SAMPLES, CHANNELS, SIZE = 128, 64, 256
+GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
+CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
+
+with_copies = pytest.mark.skipif(not hopper.has_copies(), reason="this Triton has no such copies: nothing calls them")
+by_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
+by_short_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+by_format = pytest.mark.parametrize("format", [CHANNELS_LAST, CONTIGUOUS], ids=str)
+
+
+def images(dtype, format=CHANNELS_LAST, *, samples=SAMPLES, channels=CHANNELS, size=SIZE):
+    return torch.empty(samples, channels, size, size, dtype=dtype, device=META, memory_format=format)
+
+
+def vectors(dtype, channels=CHANNELS):
+    return torch.empty(channels, dtype=dtype, device=META)
+
+
+def assert_fit_without_spills(kernels, allowed_spill=0):
+    assert kernels
+    for kernel in kernels:
+        assert kernel.fits, (kernel.name, kernel.shared_memory)
+        assert kernel.spilled_bytes <= allowed_spill, (kernel.name, kernel.spilled_bytes, kernel.registers)
+
+
+def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):
+    assert_fit_without_spills([kernel], allowed_spill)
+    assert "wgmma.mma_async" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
+
+
+@by_architecture
+@by_format
+@pytest.mark.parametrize(
+    "dtype, direct",
+    [(torch.bfloat16, True), (torch.float16, True), (torch.float32, True), (torch.float32, False)],
+    ids=["bfloat16", "float16", "tf32", "float32"],
+)
+def test_image_group_norm(dtype, direct, format, arch):
+    """As L19 calls it: where z is made directly it is always channels_last, else of its input's format, as the result.
+
+    The gradient comes in z's format, and the library's z is without the convolution's bias.
+    """
+    z = images(dtype, CHANNELS_LAST if direct else format, size=SIZE + 2).flatten(2)
+    stored = nearest_tf32 if direct and dtype == torch.float32 else identity
+    output = images(dtype, format, size=SIZE + 2).flatten(2)
+    vector = vectors(dtype)
+    B, C, S = z.shape
+    alone, both = ImageNormConfig.fit(z), ImageNormConfig.fit(z, output)
+    norm_sums = torch.empty(2, B, alone.strips(S), C, device=META)
+    bias_sums = torch.empty(B, alone.strips(S), C, device=META)
+
+    def launch():
+        for activation in (GELU_OF[dtype], GELU_TANH):
+            options = {"activation": activation, "input_bias": None if direct else vector}
+            statistics = image_group_norm.image_statistics(z, 8, 1e-5, alone, **options)
+            arguments = (statistics, vector, vector)
+            image_group_norm.image_group_norm(z, *arguments, both, output=output, **options)
+            options = {**options, "norm_sums": norm_sums, "bias_sums": bias_sums, "stored": stored}
+            image_group_norm.image_group_norm_backward(z, z, *arguments, alone, input_gradient=z, **options)
+
+    kernels = compile_launches(launch, arch)
+    assert len(kernels) == 2 * 6
+    assert_fit_without_spills(kernels)
+
+
+@by_architecture
+@pytest.mark.parametrize("size", [SIZE, 47], ids=["target", "odd"])
+@pytest.mark.parametrize("source, target", [(CHANNELS_LAST, CONTIGUOUS), (CONTIGUOUS, CHANNELS_LAST)], ids=str)
+def test_image_copy(source, target, size, arch):
+    def launch():
+        for dtype in (torch.bfloat16, torch.float32):
+            views = [images(dtype, format, size=size).flatten(2) for format in (source, target)]
+            image_copy.copy_image(*views, ImageNormConfig.fit(*views))
+            if dtype == torch.float32:
+                image_copy.copy_image(*views, ImageNormConfig.fit(*views), nearest_tf32)
+                image_copy.split_image(views[0], views[1].bfloat16(), views[1].bfloat16(), ImageNormConfig.fit(*views))
+
+    kernels = compile_launches(launch, arch)
+    assert len(kernels) == 4
+    assert_fit_without_spills(kernels)
+
+
+@by_architecture
+@by_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [(CHANNELS, CHANNELS), (37, 44)], ids=["target", "odd"])
+def test_convolution(channels, dtype, format, arch):
+    """Of either format, with statistics and without."""
+    in_channels, out_channels = channels
+    input = images(dtype, format, channels=in_channels)
+    output = images(dtype, channels=out_channels, size=SIZE + 2)
+    config = ConvolutionConfig.fit(*channels)
+    tiles = config.tiles((SIZE + 2) ** 2)
+    weight = torch.empty(3, 3, out_channels, in_channels, dtype=dtype, device=META)
+
+    def launch():
+        for partials in (None, PartialStatistics.empty(SAMPLES, tiles, out_channels, META)):
+            convolution.convolution(
+                input,
+                weight,
+                vectors(dtype, out_channels),
+                direct_convolution.forward_convolution(GEOMETRY),
+                config,
+                output=output,
+                partials=partials,
+                activation=GELU_OF[dtype],
+                input_precision=FLOAT32_INPUT_PRECISION,
+            )
+
+    kernels = compile_launches(launch, arch)
+    assert len(kernels) == 2
+    # Rows at no multiple of 16 bytes come element by element: each has an address and a mask of its own.
+    assert_fit_without_spills(kernels, allowed_spill=0 if channels == (CHANNELS, CHANNELS) else 16)
+    for kernel in kernels:
+        assert any(instruction in kernel.ptx for instruction in MATRIX_INSTRUCTIONS), kernel.name
+
+
+#: Bytes a thread that the convolution's epilogue may spill. With tiles of 256 pixels it has 112 registers; that some
+#: are spilled in float16 costs less than smaller tiles would (1.36 ms, 1.49).
+EPILOGUE_SPILLS = {torch.bfloat16: 8, torch.float16: 96, torch.float32: 16}
+
+
+@dataclass(frozen=True)
+class HopperConvolution:
+    """One launch of ``convolution_hopper``."""
+
+    taps: StrideOneConvolution = direct_convolution.forward_convolution(GEOMETRY)
+    in_channels: int = CHANNELS
+    out_channels: int = CHANNELS
+    out_size: int = SIZE + 2
+    format: torch.memory_format = CHANNELS_LAST
+    statistics: bool = True
+    bias: bool = True
+
+    def __str__(self) -> str:
+        text = f"{self.in_channels}-{self.out_channels}-{self.taps.kernel_size}-{self.taps.dilation}-{self.format}"
+        options = (self.statistics and "statistics", self.bias and "bias", str(self.out_size))
+        return "-".join(filter(None, (text, *options))).replace("torch.", "").replace(" ", "")
+
+    def launch(self, dtype: torch.dtype) -> None:
+        input = images(dtype, channels=self.in_channels)
+        output = images(dtype, self.format, channels=self.out_channels, size=self.out_size)
+        assert convolution_hopper.supports(input, output, self.taps)
+        places = convolution_hopper.partial_count(input, output, self.taps)
+        partials = PartialStatistics.empty(SAMPLES, places, self.out_channels, META) if self.statistics else None
+        convolution_hopper.convolution_hopper(
+            input,
+            torch.empty(*self.taps.kernel_size, self.out_channels, self.in_channels, dtype=dtype, device=META),
+            vectors(dtype, self.out_channels) if self.bias else None,
+            self.taps,
+            output=output,
+            partials=partials,
+            activation=GELU_OF[dtype] if self.statistics else IDENTITY,
+        )
+
+
+@with_copies
+@pytest.mark.parametrize(
+    "problem",
+    [
+        HopperConvolution(),
+        HopperConvolution(statistics=False),
+        HopperConvolution(bias=False),
+        HopperConvolution(format=CONTIGUOUS, out_size=SIZE),
+        # The input's gradient, as L19 calls it.
+        HopperConvolution(out_size=SIZE, statistics=False, bias=False),
+        HopperConvolution(format=CONTIGUOUS, out_size=SIZE, statistics=False, bias=False),
+        # What tests/test_gpu_images.py launches.
+        HopperConvolution(StrideOneConvolution((2, 3), (1, 1), (0, 0)), 40, 72),
+        HopperConvolution(StrideOneConvolution((3, 2), (2, 1), (0, 0)), 40, 72),
+        HopperConvolution(StrideOneConvolution((3, 3), (2, 2), (0, 0))),
+        HopperConvolution(StrideOneConvolution((1, 1), (1, 1), (0, 0)), 128, 64),
+        HopperConvolution(StrideOneConvolution((1, 5), (1, 1), (0, 0))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_convolution_hopper(problem, dtype):
+    (kernel,) = compile_launches(lambda: problem.launch(dtype), 90)
+    assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if problem.statistics else 0)
+
+
+@with_copies
+@pytest.mark.parametrize("problem", [HopperConvolution(format=CONTIGUOUS), HopperConvolution(out_channels=44)], ids=str)
+def test_convolution_hopper_without_staging(problem):
+    """Rows and channels of any number, which the copy engine does not take: float32 is stored thread by thread."""
+    (kernel,) = compile_launches(lambda: problem.launch(torch.float32), 90)
+    assert_multiplies_as_hopper_does(kernel)
+
+
+@with_copies
+@by_short_dtype
+@pytest.mark.parametrize("accumulate", [False, True], ids=["first", "accumulate"])
+@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize("kernel_size", [(1, 1), (2, 3), (3, 2), (3, 3)], ids=str)
+def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
+    def launch():
+        input = torch.empty(SAMPLES, SIZE, SIZE, CHANNELS, dtype=dtype, device=META)
+        gradient = torch.empty(SAMPLES, SIZE + 2, SIZE + 2, CHANNELS, dtype=dtype, device=META)
+        config = weight_gradient_hopper.WeightGradientConfig(columns)
+        taps = (kernel_size, (1, 1))
+        assert weight_gradient_hopper.supports(input, gradient, *taps, config)
+        partials = torch.empty(weight_gradient_hopper.partials_shape(input, gradient, kernel_size), device=META)
+        weight_gradient_hopper.convolution_weight_gradient(
+            input,
+            gradient,
+            partials,
+            input_first=0,
+            gradient_first=0,
+            count=SAMPLES,
+            kernel_size=kernel_size,
+            dilation=(1, 1),
+            shift=(-2, -2),
+            accumulate=accumulate,
+            config=config,
+        )
+
+    (kernel,) = compile_launches(launch, 90)
+    assert_multiplies_as_hopper_does(kernel)
+
+
+@by_architecture
+@by_format
+@by_short_dtype
+def test_direct_convolution(dtype, format, arch):
+    """Forward and backward at the target size: on Hopper by its own kernels, elsewhere by the portable one."""
+    check_direct_convolution(dtype, format, arch, arch == 90 and hopper.has_copies())
+
+
+@with_copies
+@by_format
+def test_direct_convolution_of_float32(format):
+    check_direct_convolution(torch.float32, format, 90, True)
+
+
+def check_direct_convolution(dtype, format, arch, on_hopper):
+    input = images(dtype, format)
+    weight = torch.empty(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=META)
+
+    def forward():
+        assert direct_convolution.takes(input, weight, GEOMETRY, True)
+        z, partials = direct_convolution.forward(input, weight, vectors(dtype), GEOMETRY, GELU_OF[dtype])
+        assert z.shape == (SAMPLES, CHANNELS, SIZE + 2, SIZE + 2) and z.stride(1) == 1
+        assert direct_convolution.differentiates(z, input, GEOMETRY) == on_hopper
+
+    def backward():
+        z = images(dtype, size=SIZE + 2)
+        gradients = direct_convolution.backward(lambda *_: None, z, input, weight, GEOMETRY, (True, True))
+        for gradient, of in zip(gradients, (input, weight), strict=True):
+            assert gradient.shape == of.shape and gradient.stride() == of.stride()
+
+    for launch in (forward, backward) if on_hopper else (forward,):
+        kernels = compile_launches(launch, arch)
+        specialised = [kernel for kernel in kernels if "cp.async.bulk.tensor" in kernel.ptx]
+        assert bool(specialised) == on_hopper
+        for kernel in specialised:
+            assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if launch is forward else 0)
+        if others := [kernel for kernel in kernels if kernel not in specialised]:
+            assert_fit_without_spills(others)
+
+
+@by_architecture
+def test_float32_is_direct_on_hopper_alone(arch):
+    input, weight = images(torch.float32), torch.empty(CHANNELS, CHANNELS, 3, 3, device=META)
+    taken = answer(lambda: direct_convolution.takes(input, weight, GEOMETRY, True), arch)
+    assert taken == (arch == 90 and hopper.has_copies())
+
+
+def answer(question, arch):
+    """What a question of what is supported answers on this architecture."""
+    answers = []
+    compile_launches(lambda: answers.append(question()), arch)
+    return answers[0]
+
+
+@with_copies
+@by_architecture
+def test_kernels_for_hopper_are_for_it_alone(arch):
+    taps, config = direct_convolution.forward_convolution(GEOMETRY), weight_gradient_hopper.WeightGradientConfig()
+    input, output = images(torch.bfloat16), images(torch.bfloat16, size=SIZE + 2)
+    nhwc = input.permute(0, 2, 3, 1), output.permute(0, 2, 3, 1)
+    assert answer(lambda: convolution_hopper.supports(input, output, taps), arch) == (arch == 90)
+    assert answer(lambda: weight_gradient_hopper.supports(*nhwc, (3, 3), (1, 1), config), arch) == (arch == 90)
+
+
+#: What is wrong with each: (input, output, taps) of a convolution.
+UNSUPPORTED_CONVOLUTIONS = {
+    "contiguous input": (images(torch.bfloat16, CONTIGUOUS), images(torch.bfloat16), GEOMETRY),
+    "odd channels in": (images(torch.bfloat16, channels=37), images(torch.bfloat16), GEOMETRY),
+    "odd channels out": (images(torch.bfloat16), images(torch.bfloat16, channels=44), GEOMETRY),
+    "odd rows out": (images(torch.bfloat16), images(torch.bfloat16, CONTIGUOUS, size=SIZE + 2), GEOMETRY),
+    "two dtypes": (images(torch.bfloat16), images(torch.float32), GEOMETRY),
+    "odd channels in, float32": (images(torch.float32, channels=38), images(torch.float32), GEOMETRY),
+    "more weights than fit": (images(torch.bfloat16, channels=512), images(torch.bfloat16), GEOMETRY),
+    "more weights than fit, float32": (images(torch.float32, channels=128), images(torch.float32), GEOMETRY),
+    "taps too far apart": (
+        images(torch.bfloat16),
+        images(torch.bfloat16),
+        dataclasses.replace(GEOMETRY, dilation=(9, 1)),
+    ),
+    "no samples": (images(torch.bfloat16, samples=0), images(torch.bfloat16, samples=0), GEOMETRY),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_CONVOLUTIONS)
+def test_what_the_convolution_for_hopper_refuses(name):
+    input, output, geometry = UNSUPPORTED_CONVOLUTIONS[name]
+    taps = direct_convolution.forward_convolution(geometry)
+    assert not answer(lambda: convolution_hopper.supports(input, output, taps), 90)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"channels": 37},
+        {"out_channels": 44},
+        {"dtype": torch.float32},
+        {"gradient_dtype": torch.float16},
+        {"kernel_size": (4, 3)},
+        {"kernel_size": (1, 5)},
+        {"dilation": (20, 20)},
+        {"samples": 0},
+    ],
+    ids=str,
+)
+def test_what_the_weight_gradient_for_hopper_refuses(changes):
+    problem = {
+        "channels": CHANNELS,
+        "out_channels": CHANNELS,
+        "dtype": torch.bfloat16,
+        "kernel_size": (3, 3),
+        "dilation": (1, 1),
+        "samples": SAMPLES,
+        **changes,
+    }
+    input = images(problem["dtype"], channels=problem["channels"], samples=problem["samples"])
+    dtype = problem.get("gradient_dtype", problem["dtype"])
+    gradient = images(dtype, channels=problem["out_channels"], samples=problem["samples"], size=SIZE + 2)
+    nhwc = input.permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
+    taps = problem["kernel_size"], problem["dilation"]
+    config = weight_gradient_hopper.WeightGradientConfig(columns=32)
+    assert not answer(lambda: weight_gradient_hopper.supports(*nhwc, *taps, config), 90)
