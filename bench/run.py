@@ -8,12 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import report
+from bench import tables
 from bench.cells import Cell, Problem, make_problem
 from bench.checking import check
+from bench.command_line import cannot_write
+from bench.device import header as make_header
+from bench.files import write_json
+from bench.measurement import Measurement
 from bench.peers import LIBRARY, OURS, bind_ours, bind_reference, make_call, measure_memory
-from bench.report import Measurement
-from bench.timing import time_rounds, warm_up
+from bench.timing import time_host, time_rounds, warm_up
 
 _WIDTH_WHEN_NO_TERMINAL = 200
 
@@ -21,18 +24,17 @@ _WIDTH_WHEN_NO_TERMINAL = 200
 def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, json_path: Path | None) -> int:
     """Measure the cells and print what was found; returns the exit status, 1 if a check is red."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
-    header = report.header(device)
+    header = make_header(device)
     measurements: list[Measurement] = []
 
     def save():
         if json_path:
-            report.write_json(json_path, header, [row for entry in measurements for row in entry.rows(peers)])
+            write_json(json_path, header, [row for entry in measurements for row in entry.rows(peers)])
 
     try:
         save()
     except OSError as error:
-        print(f"bench: cannot write {json_path}: {error.strerror}", file=sys.stderr)
-        return 2
+        return cannot_write("bench", json_path, error)
     console.print(escape(", ".join(f"{name} {value}" for name, value in header.items() if value)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -42,12 +44,12 @@ def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, 
                 progress.update(task, description=str(cell))
                 measurements.append(_measure(cell, peers, rounds, device))
                 save()
-                progress.console.print(report.summary(measurements[-1]))
+                progress.console.print(tables.summary(measurements[-1]))
                 progress.advance(task)
     finally:
         if measurements:
-            console.print(report.error_table(measurements), report.time_table(measurements, peers))
-            console.print(*map(escape, report.failures(measurements)), sep="\n", highlight=False)
+            console.print(tables.error_table(measurements), tables.time_table(measurements, peers))
+            console.print(*map(escape, tables.failures(measurements)), sep="\n", highlight=False)
         if device.type != "cuda":
             console.print("[bold]No GPU: the kernels ran in Triton's interpreter. The times above mean nothing.[/]")
     return int(any(measurement.is_red for measurement in measurements))
@@ -82,6 +84,8 @@ def _time(measurement: Measurement, problem: Problem, peers: list[str], rounds: 
             calls[peer] = call
     if OURS in calls:
         measurement.times = time_rounds(calls, rounds, device)
+        if device.type == "cuda":
+            measurement.host_times = time_host(calls, torch.cuda.synchronize)
 
 
 def _reason(error: Exception) -> str:

@@ -1,11 +1,12 @@
 """How long calls take: peers in turn within each round, so that a device that slows as it warms slows for all."""
 
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from bench.peers import Call
+from bench.chain import Call
 
 WARM_UP_CALLS = 3
 #: More than any L2 cache holds: writing it leaves nothing of the inputs there.
@@ -14,6 +15,11 @@ _FLUSH_BYTES = 256 * 1024 * 1024
 _FIRST_WAIT = 5_000_000
 #: A call that is still not queued after this long waits for the device itself, and is timed with its gaps.
 _LONGEST_WAIT = 80_000_000
+#: Calls that the host queues in a row while its time is taken: so few that even a hundred kernels a call fill no more
+#: than half of the 1024 places in the launch queue. Were it full, the host would wait for the device.
+BURST_CALLS = 5
+#: Bursts of every peer, fewer where the device needs longer than this for all of them.
+_BURSTS, _FEWEST_BURSTS, _BURSTS_SECONDS = 20, 3, 2.0
 
 
 class _DeviceClock:
@@ -66,3 +72,26 @@ def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device) ->
         for peer in peers[first:] + peers[:first]:
             times[peer].append(clock.microseconds(calls[peer]))
     return times
+
+
+def time_host(
+    calls: Mapping[str, Call], synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Microseconds that the host needs to queue one call, by peer: the median over bursts of calls.
+
+    The device is idle as a burst begins and is not waited for within it, so however long it works does not count.
+    ``clock`` tells the time in seconds.
+    """
+    bursts: dict[str, list[float]] = {peer: [] for peer in calls}
+    begin = clock()
+    for number in range(_BURSTS):
+        if number >= _FEWEST_BURSTS and clock() - begin > _BURSTS_SECONDS:
+            break
+        for peer, call in calls.items():
+            synchronize()
+            start = clock()
+            for _ in range(BURST_CALLS):
+                call()
+            bursts[peer].append((clock() - start) / BURST_CALLS * 1e6)
+    synchronize()
+    return {peer: statistics.median(times) for peer, times in bursts.items()}

@@ -52,6 +52,8 @@ def python(*arguments, check=True):
         (["--rounds", "2.5"], "--rounds: '2.5' is not a positive integer"),
         (["--warm-up", "3"], "unrecognized arguments: --warm-up 3"),
         (["l94"], "unrecognized arguments: l94"),
+        (["--grid", "--shapes", "8x64x64"], "--shapes: not allowed with argument --grid"),
+        (["--grid", "--chains", "l94,l19"], "--grid: l19 has no grid"),
     ],
     ids=str,
 )
@@ -106,7 +108,7 @@ def test_small_run(tmp_path):
     for row in rows:
         assert (row["chain"], row["dtype"], row["precision"], row["shape"]) == ("L75", "float32", "highest", "3x32x64")
         assert row["red"] is False and row["failure"] is None and row["rounds"] == 3
-        assert row["median_us"] > 0 and row["ratio"] > 0 and row["tflops"] > 0
+        assert row["median_us"] > 0 and row["ratio"] > 0 and row["tflops"] > 0 and row["host_us"] is None
         assert 0 < row["error_ours"] <= 1.1 * row["error_torch"] + 2e-7
     tensors = {"output", "d_input", "d_weight", "d_linear_bias", "d_norm_weight", "d_norm_bias", "d_bias"}
     assert set(rows[0]["errors"]) == {"output"} and set(rows[-1]["errors"]) == tensors

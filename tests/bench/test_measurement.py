@@ -1,16 +1,16 @@
-"""The bench's report: the rows and the table of a cell with times."""
+"""What was found in a cell: its rows, and its line in the console's table."""
 
 import io
 
 import pytest
 from rich.console import Console
 
-from bench import report
+from bench import tables
 from bench.cells import Cell
 from bench.checking import Check, Comparison
 from bench.convolution_chains import L19, ConvolutionShape
+from bench.measurement import Measurement
 from bench.peers import Memory
-from bench.report import Measurement
 
 PEERS = ["library", "eager", "compile", "compile-max"]
 
@@ -21,7 +21,8 @@ def measurement():
     check = Check([Comparison("output", 1e-4, 2e-4), Comparison("d_weight", 1e-4, 1e-4)], 1.0, 128, 7)
     times = {"ours": [8e3, 9e3, 1e4], "library": [5e3, 5e3, 5e3], "eager": [1.6e4, 1.8e4, 2e4]}
     times |= {"compile": [1e4, 1e4, 1e4], "compile-max": [2e4, 3e4, 1e3]}
-    return Measurement(cell, check, times, {"ours": Memory(2_000_000, 6_500_000)})
+    memory = {"ours": Memory(2_000_000, 6_500_000)}
+    return Measurement(cell, check, times, host_times={"ours": 41.4, "eager": 99.0}, memory=memory)
 
 
 def test_rows(measurement):
@@ -35,6 +36,7 @@ def test_rows(measurement):
         assert (row["checked_samples"], row["float64_samples_at_once"]) == (128, 7)
     assert ours["ratio"] == 1.8 and ours["error_tensor"] == "d_weight"
     assert (ours["peak_memory_mb"], ours["peak_memory_with_results_mb"]) == (2.0, 6.5)
+    assert [row["host_us"] for row in (ours, library, *others)] == [41.4, None, 99.0, None, None]
     assert library["peak_memory_mb"] is None and library["peak_memory_with_results_mb"] is None
 
 
@@ -53,14 +55,25 @@ def test_rows_of_a_red_cell(measurement):
     assert all(row[name] is None for name in ("best_pytorch", "ours_to_best_pytorch", "checked_samples"))
 
 
-def test_table(measurement):
-    console = Console(width=200, file=io.StringIO())
-    console.print(report.time_table([measurement], PEERS))
+def values_of(measurement):
+    console = Console(width=240, file=io.StringIO())
+    console.print(tables.time_table([measurement], PEERS))
     (line,) = (line for line in console.file.getvalue().splitlines() if str(measurement.cell) in line)
-    values = [value.strip() for value in line.strip("│").split("│")]
+    return [value.strip() for value in line.strip("│").split("│")]
+
+
+def test_table(measurement):
+    values = values_of(measurement)
     assert values[1] == "9000"
-    assert values[3:] == ["1.80 (5000)", "0.50 (18000)", "0.90 (10000)", "0.40 (20000)", "0.90 (compile)", "2.0"]
+    assert values[3:7] == ["1.80 (5000)", "0.50 (18000)", "0.90 (10000)", "0.40 (20000)"]
+    assert values[7:] == ["0.90 (compile)", "41 (99)", "2.0"]
+
+
+def test_table_without_host_times(measurement):
+    """As in the interpreter."""
+    measurement.host_times.clear()
+    assert values_of(measurement)[-2:] == ["–", "2.0"]
 
 
 def test_summary(measurement):
-    assert report.summary(measurement) == f"{measurement.cell}: 9000 µs, 1.80 x library, 0.90 x compile"
+    assert tables.summary(measurement) == f"{measurement.cell}: 9000 µs, 1.80 x library, 0.90 x compile"

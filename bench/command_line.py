@@ -1,0 +1,51 @@
+"""What the commands' arguments have in common: how they are read, and how a bad one is answered."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Leaves out the defaults that say nothing."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line and exit status 2, and shows defaults in its help."""
+
+    def __init__(self, **options):
+        super().__init__(formatter_class=_Help, **options)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argument type: names out of ``known``, separated by commas."""
+    known = tuple(known)
+
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return list(dict.fromkeys(found))
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """An argument type."""
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def cannot_write(program: str, path: Path, error: OSError) -> int:
+    """Say so in one line; returns the exit status."""
+    print(f"{program}: cannot write {path}: {error.strerror}", file=sys.stderr)
+    return 2

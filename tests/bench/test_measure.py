@@ -1,0 +1,45 @@
+"""Which cells the bench's options stand for."""
+
+import pytest
+
+from bench import measure
+from bench.linear_chains import LinearShape
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """The cells of a run with these arguments, which is not made."""
+
+    def of(*arguments):
+        seen = []
+        monkeypatch.setattr("bench.run.run", lambda cells, *others: seen.extend(cells) or 0)
+        assert measure.main(list(arguments)) == 0
+        return seen
+
+    return of
+
+
+def test_grid(cells):
+    found = cells("--grid")
+    shapes = [LinearShape(m, n, n) for m in (1, 16, 64, 256, 1024, 4096) for n in (1024, 2048, 4096, 8192, 16384)]
+    assert list(dict.fromkeys(cell.shape for cell in found)) == shapes and len(shapes) == 30
+    assert {(cell.dtype, cell.precision) for cell in found} == {
+        ("bfloat16", None),
+        ("float32", "highest"),
+        ("float32", "high"),
+    }
+    assert {cell.chain.label for cell in found} == {"L94", "L75", "L30"}
+    assert len(found) == len(set(map(str, found))) == 30 * 3 * 3 * 2
+
+
+def test_grid_of_some(cells):
+    found = cells("--grid", "--chains", "l30", "--dtypes", "float16", "--modes", "training")
+    assert {(cell.chain.label, cell.dtype, cell.mode) for cell in found} == {("L30", "float16", "training")}
+    assert len(found) == 30
+
+
+def test_all_where_nothing_is_chosen(cells):
+    found = cells()
+    assert {cell.chain.label for cell in found} == {"L94", "L75", "L30", "L19"}
+    assert {cell.dtype for cell in found} == {"bfloat16", "float16", "float32"}
+    assert {str(cell.shape) for cell in found} == {"8x64x64", "2x16x16x5x6x3"}
