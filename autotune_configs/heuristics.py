@@ -1,19 +1,13 @@
 """Configs that are right everywhere, for GPUs and problems that no table knows."""
 
-import torch
 import triton
 
-from triton_kernels.device import (
-    architecture,
-    multiprocessor_count,
-    shared_memory_limit,
-)
+from autotune_configs.gpus import Gpu
 from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.linear import LinearConfig
 
 #: The widest group that a tile of the GEMM can hold; wider ones are normalised by a second pass.
 WIDEST_TILE = 256
-
 
 #: (block_m, block_n, block_k, num_warps) by element size, the best first. For tensor cores that read shared memory
 #: (Hopper's wgmma, Blackwell's tcgen05) fed by tensor descriptors, measured on the H200. 64 x 256 is not one for
@@ -39,28 +33,26 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def heuristic_linear_config(
-    dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
-) -> LinearConfig:
+def heuristic_linear_config(element_size: int, M: int, N: int, K: int, group_size: int, gpu: Gpu) -> LinearConfig:
     """The largest tile that fits shared memory and still gives every multiprocessor one, as far as groups allow."""
-    if K * dtype.itemsize % 16 != 0:
+    if K * element_size % 16 != 0:
         tiles = _UNALIGNED_TILES
-    elif 90 <= architecture(device) < 120:
+    elif 90 <= gpu.architecture < 120:
         tiles = _SHARED_MEMORY_TILES
     else:
         tiles = _REGISTER_TILES
     narrowest = group_size if _is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
     tallest = max(16, triton.next_power_of_2(M))
     best = None
-    for block_m, block_n, block_k, num_warps in tiles[dtype.itemsize]:
+    for block_m, block_n, block_k, num_warps in tiles[element_size]:
         for num_stages in (3, 2):
             config = LinearConfig(min(block_m, tallest), block_n, block_k, num_warps=num_warps, num_stages=num_stages)
-            if block_n >= narrowest and config.shared_memory(dtype.itemsize) <= shared_memory_limit(device):
+            if block_n >= narrowest and config.shared_memory(element_size) <= gpu.shared_memory:
                 best = config
                 break
         else:
             continue
-        if triton.cdiv(M, best.block_m) * triton.cdiv(N, best.block_n) >= multiprocessor_count(device):
+        if triton.cdiv(M, best.block_m) * triton.cdiv(N, best.block_n) >= gpu.multiprocessors:
             break
     return best
 

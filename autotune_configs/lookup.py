@@ -1,56 +1,121 @@
-"""From (kernel, dtype, problem, GPU) to a config, on the host: the exact entry, the nearest, or the heuristic."""
+"""From a problem and a GPU to a config, on the host: the exact entry, the nearest, or the heuristic's."""
 
 import functools
-import json
 import math
-from importlib import resources
+from dataclasses import dataclass
 
 import torch
 
-from autotune_configs.heuristics import heuristic_group_norm_config, heuristic_linear_config
-from triton_kernels.device import device_name, shared_memory_limit
+from autotune_configs import tables, tuning
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS, Config
+from autotune_configs.problem import Problem
+from autotune_configs.tables import Entry
+from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.image_group_norm import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
-#: An entry further away than this, in doublings of M, N and K together, says nothing about a problem.
+#: An entry further away than this, in doublings of all sizes together, says nothing about a problem.
 _NEAR = 3.0
 
 
-@functools.cache
-def shipped_table(name: str) -> tuple[dict, ...]:
-    """The entries shipped for the GPU of this name; none for an unknown one."""
-    file = resources.files("autotune_configs") / "tables" / f"{name.lower().replace(' ', '_')}.json"
-    return tuple(json.loads(file.read_text())["entries"]) if file.is_file() else ()
+@dataclass(frozen=True)
+class Found:
+    """A config, and where it is from: a table's entry, or None for the heuristic; ``table`` is the entry's file."""
+
+    config: Config
+    entry: Entry | None = None
+    table: str | None = None
+
+
+def find(problem: Problem, gpu: Gpu) -> Found:
+    """The config for a problem: the user's entry for just this problem, the shipped one, the nearest of all entries of
+    the same kernel, dtype, precision and layout that is valid here, or the heuristic's."""
+    kernel = KERNELS[problem.kernel]
+    candidates = []
+    for path in (tables.user_path(gpu), tables.shipped_path(gpu)):
+        for entry in tables.read(path):
+            distance = _distance(problem, entry.problem)
+            if distance <= _NEAR and (config := kernel.config_of(entry.config, problem, gpu)) is not None:
+                candidates.append((distance, Found(config, entry, str(path))))
+    # The first of those that are equally near: the user's own come before the shipped ones.
+    nearest = min(candidates, key=lambda candidate: candidate[0], default=None)
+    return nearest[1] if nearest else Found(kernel.heuristic(problem, gpu))
+
+
+def _distance(problem: Problem, other: Problem) -> float:
+    """Doublings from one problem's sizes to the other's; infinite where what is no size differs."""
+    mine, its = ((each.kernel, each.dtype, each.precision, each.layout) for each in (problem, other))
+    if mine != its or len(problem.sizes) != len(other.sizes):
+        return math.inf
+    pairs = zip(problem.sizes, other.sizes, strict=True)
+    return sum(abs(math.log2(max(1, size) / other_size)) for size, other_size in pairs)
 
 
 @functools.lru_cache(maxsize=4096)
+def _config(
+    gpu: Gpu, kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], precision: str | None, layout: str | None
+) -> Config:
+    return find(Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout), gpu).config
+
+
+def forget() -> None:
+    """Read the tables again at the next call: one of them, or where they are, has changed."""
+    tables.read.cache_clear()
+    _config.cache_clear()
+
+
+def _resolve(
+    device: torch.device,
+    kernel: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    precision: str | None = None,
+    layout: str | None = None,
+) -> Config:
+    if tuning.is_on():
+        problem = Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout)
+        if tuning.tune_unseen(problem, device):
+            forget()
+    return _config(Gpu.of(device), kernel, dtype, sizes, precision, layout)
+
+
 def linear_config(
     kernel: str, dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
 ) -> LinearConfig:
-    """Config of ``triton_kernels.linear`` for an epilogue named ``kernel`` at [M, K] @ [N, K].T.
+    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, for the epilogue that ``kernel`` names.
 
     Where the epilogue normalises groups of ``group_size`` columns, the tile holds them whole if any tile can: ask
     ``LinearConfig.holds_groups_of``.
     """
-    heuristic = heuristic_linear_config(dtype, M, N, K, group_size, device)
-    best, best_distance = heuristic, _NEAR
-    if K * dtype.itemsize % 16 != 0:
-        return heuristic  # the tables are measured with tensor descriptors
-    for entry in shipped_table(device_name(device)):
-        if entry["kernel"] != kernel or entry["dtype"] != str(dtype).removeprefix("torch."):
-            continue
-        config = LinearConfig(**entry["config"])
-        if heuristic.holds_groups_of(group_size) and not config.holds_groups_of(group_size):
-            continue
-        if config.shared_memory(dtype.itemsize) > shared_memory_limit(device):
-            continue
-        distance = sum(abs(math.log2(max(1, mine) / entry[size])) for size, mine in (("m", M), ("n", N), ("k", K)))
-        if distance < best_distance:
-            best, best_distance = config, distance
-    return best
+    return _resolve(device, kernel, dtype, (M, N, K, group_size), "highest" if dtype == torch.float32 else None)
 
 
-@functools.lru_cache(maxsize=4096)
-def group_norm_config(M: int, C: int, group_size: int) -> GroupNormConfig:
-    """Config of ``triton_kernels.group_norm`` for a matrix [M, C]."""
-    return heuristic_group_norm_config(M, C, group_size)
+def group_norm_config(
+    kernel: str, dtype: torch.dtype, M: int, C: int, group_size: int, device: torch.device
+) -> GroupNormConfig:
+    """Config of ``triton_kernels.group_norm`` for a matrix [M, C]; ``kernel``: group_norm, group_norm_backward."""
+    return _resolve(device, kernel, dtype, (M, C, group_size))
+
+
+def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> ImageNormConfig:
+    """Config of ``triton_kernels.image_group_norm`` for images [B, C, S] of one dtype, the input first.
+
+    ``kernel``: image_statistics, image_group_norm or image_group_norm_backward.
+    """
+    sizes = (*images[0].shape, group_size)
+    return _resolve(images[0].device, kernel, images[0].dtype, sizes, None, _layouts(*images))
+
+
+def convolution_config(input: torch.Tensor, output: torch.Tensor, kernel_size: tuple[int, int]) -> ConvolutionConfig:
+    """Config of ``triton_kernels.convolution`` from input [N, C, H, W] to output [N, O, OH, OW]."""
+    (samples, out_channels, height, width), in_channels = output.shape, input.shape[1]
+    sizes = (samples, in_channels, out_channels, height, width, *kernel_size)
+    return _resolve(
+        input.device, "convolution", input.dtype, sizes, None, _layouts(input.flatten(2), output.flatten(2))
+    )
+
+
+def _layouts(*images: torch.Tensor) -> str:
+    return " to ".join(dict.fromkeys(map(layout_of, images)))

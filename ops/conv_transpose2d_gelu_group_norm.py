@@ -2,13 +2,13 @@
 
 import torch
 
+from autotune_configs import image_norm_config
 from ops import checks, convolution, direct_convolution, operators, precision, reference
 from ops.chain import as_vectors, in_reference
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from ops.group_norm import gelu_called
 from triton_kernels.column_sums import column_sums
 from triton_kernels.image_group_norm import (
-    ImageNormConfig,
     image_group_norm,
     image_group_norm_backward,
     image_statistics,
@@ -43,10 +43,11 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
     else:
         z = convolution.conv_transpose2d(input, weight, geometry)
         values = z.flatten(2)
-        statistics = image_statistics(values, num_groups, eps, ImageNormConfig.fit(values), **options)
+        config = image_norm_config("image_statistics", values.shape[1] // num_groups, values)
+        statistics = image_statistics(values, num_groups, eps, config, **options)
     output = torch.empty_like(z, memory_format=memory_format(input))
     values, result = z.flatten(2), output.flatten(2)
-    config = ImageNormConfig.fit(values, result)
+    config = image_norm_config("image_group_norm", values.shape[1] // num_groups, values, result)
     image_group_norm(values, statistics, norm_weight, norm_bias, config, output=result, **options)
     return (output, z, statistics) if training else (output, z.new_empty(0), statistics.new_empty(0))
 
@@ -79,7 +80,7 @@ def _backward_kernels(
     is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
     values = z.flatten(2)
     B, C, S = values.shape
-    config = ImageNormConfig.fit(values)
+    config = image_norm_config("image_group_norm_backward", C // num_groups, values)
     norm_sums = torch.empty(2, B, config.strips(S), C, dtype=torch.float32, device=z.device)
     bias_sums = torch.empty(1, B, config.strips(S), C, dtype=torch.float32, device=z.device)
 

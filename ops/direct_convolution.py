@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 import triton
 
+from autotune_configs import convolution_config
 from ops.convolution import ConvTranspose2dGeometry, memory_format
-from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution, convolution
+from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.hopper import runs_hopper_kernels, takes_input
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
@@ -150,7 +151,7 @@ def forward(
     activation: Pointwise,
 ) -> tuple[torch.Tensor, PartialStatistics]:
     """z = conv_transpose2d(input, weight, bias), channels_last, and the partial statistics of activation(z)."""
-    B, in_channels, channels = *input.shape[:2], weight.shape[1]
+    B, channels = input.shape[0], weight.shape[1]
     height, width = geometry.output_size(*input.shape[2:])
     z = _empty_channels_last((B, channels, height, width), input)
     taps = weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
@@ -161,7 +162,7 @@ def forward(
     if on_hopper:
         hopper, _ = _hopper_kernels()
     if not on_hopper or not hopper.supports(in_format, z, problem):
-        config = ConvolutionConfig.fit(in_channels, channels)
+        config = convolution_config(input, z, geometry.kernel_size)
         partials = PartialStatistics.empty(B, config.tiles(height * width), channels, input.device)
         convolution(input, taps, bias, problem, config, output=z, partials=partials, activation=activation)
         return z, partials

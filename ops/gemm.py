@@ -33,7 +33,7 @@ def affine(
         depth_contiguous(input),
         depth_contiguous(weight),
         bias_epilogue,
-        linear_config("bias", input.dtype, M, N, K, 1, input.device),
+        linear_config("linear_bias", input.dtype, M, N, K, 1, input.device),
         output=output,
         vectors=(linear_bias, bias, None, None),
         input_precision=precision.FLOAT32_INPUT_PRECISION,

@@ -41,7 +41,7 @@ def _forward(input, num_groups, weight, bias, min_val, max_val, eps, activation:
     options = {"activation": activation, "final": final, "bounds": (min_val, max_val)}
     with written_as_volume(result) as output:
         if fits_registers(C, S, num_groups):
-            config = group_norm_config(B, C, C // num_groups)
+            config = group_norm_config("group_norm", input.dtype, B, C, C // num_groups, input.device)
             resident.group_norm(
                 volume.view(B, C), num_groups, weight, bias, eps, config, output=output.view(B, C), **options
             )
@@ -66,7 +66,7 @@ def _backward_kernel(
                 weight,
                 bias,
                 eps,
-                group_norm_config(B, C, C // num_groups),
+                group_norm_config("group_norm_backward", input.dtype, B, C, C // num_groups, input.device),
                 input_gradient=input_gradient.view(B, C),
                 **options,
             )[1:]

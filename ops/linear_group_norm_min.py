@@ -25,7 +25,7 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
     [M], the group's reciprocal standard deviation [M] and normalised values [M, group_size]."""
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
-    config = linear_config("group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
+    config = linear_config("linear_group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
     if group_size <= WIDEST_FUSED_GROUP and fuses_into_product(config, group_size, input):
         tiles = -(-N // config.epilogue_columns)
         keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
@@ -42,7 +42,7 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
             input_precision=precision.FLOAT32_INPUT_PRECISION,
         )
     else:
-        norm_config = group_norm_config(M, N, group_size)
+        norm_config = group_norm_config("group_norm", input.dtype, M, N, group_size, input.device)
         tiles = column_tiles(N, group_size, norm_config)
         keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
         group_norm_kernel(

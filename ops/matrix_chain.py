@@ -22,7 +22,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
         (M, K), N = input.shape, weight.shape[0]
         group_size = N // num_groups
         output = torch.empty(M, N, dtype=input.dtype, device=input.device)
-        config = linear_config(name, input.dtype, M, N, K, group_size, input.device)
+        config = linear_config(f"linear_{name}", input.dtype, M, N, K, group_size, input.device)
         if fuses_into_product(config, group_size, input):
             z = torch.empty_like(output) if training else None
             linear(
@@ -45,7 +45,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
                 norm_weight,
                 norm_bias,
                 eps,
-                group_norm_config(M, N, group_size),
+                group_norm_config("group_norm", input.dtype, M, N, group_size, input.device),
                 output=output,
                 activation=activation,
                 final=final,
@@ -68,7 +68,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
             norm_weight,
             norm_bias,
             eps,
-            group_norm_config(M, N, N // num_groups),
+            group_norm_config("group_norm_backward", z.dtype, M, N, N // num_groups, z.device),
             input_gradient=z_gradient,
             activation=activation,
             final=final,

@@ -18,6 +18,8 @@ from triton_kernels.grid import grid_of, second_place
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise, identity
 
+CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
+
 
 @dataclass(frozen=True)
 class ImageNormConfig:
@@ -35,16 +37,26 @@ class ImageNormConfig:
         return triton.cdiv(pixels, self.block_s * self.strip)
 
     @classmethod
-    def fit(cls, *images: torch.Tensor) -> "ImageNormConfig":
-        """For images [B, C, S]: long rows where the pixels of all are contiguous, else many channels a tile.
+    def of_shape(cls, channels: int, pixels: int, long_rows: bool) -> "ImageNormConfig":
+        """Long rows, for images whose pixels are contiguous, or else many channels a tile.
 
         The best of those tried on an H200 at the target size.
         """
-        channels, pixels = images[0].shape[1:]
-        if all(image.stride(2) == 1 for image in images):
+        if long_rows:
             block_s = min(1024, max(16, triton.next_power_of_2(pixels)))
             return cls(min(4096 // block_s, triton.next_power_of_2(channels)), block_s)
         return cls(min(64, triton.next_power_of_2(channels)), 64)
+
+    @classmethod
+    def fit(cls, *images: torch.Tensor) -> "ImageNormConfig":
+        """For images [B, C, S] of one shape: long rows where the pixels of all are contiguous."""
+        return cls.of_shape(*images[0].shape[1:], all(layout_of(image) == CONTIGUOUS for image in images))
+
+
+def layout_of(image: torch.Tensor) -> str:
+    """Whether the pixels of an image [B, C, S] lie side by side, or its channels (or neither: strides do not matter for
+    what is right)."""
+    return CONTIGUOUS if image.stride(2) == 1 else CHANNELS_LAST
 
 
 @triton.jit

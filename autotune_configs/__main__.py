@@ -1,0 +1,200 @@
+"""The command line of ``python -m autotune_configs``: sweep, show, check."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from autotune_configs import lookup, reporting, sweep, tables
+from autotune_configs.chains import CHAINS, DTYPES, GRID, LINEAR_FORM, PASSES
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS
+from autotune_configs.precompile import Precompiler
+from autotune_configs.problem import Problem
+from triton_kernels.device import INTERPRETED
+
+#: Small shapes of the chains for Triton's interpreter, by the number of their sizes.
+_INTERPRETED_SHAPES = {3: (8, 64, 64), 6: (2, 16, 16, 5, 6, 3)}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line and exit status 2."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _names(known):
+    """An argument type: names out of ``known``, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    shapes = []
+    for item in text.split(","):
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
+            raise argparse.ArgumentTypeError(f"{item!r} is no shape: positive integers, as in 1024x8192x8192")
+        shapes.append(tuple(map(int, item.split("x"))))
+    return shapes
+
+
+def _positive(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return float(text)
+
+
+def _gpu(text: str) -> Gpu:
+    try:
+        return Gpu.called(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from None
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="autotune_configs",
+        description="Find, show and check the configs (block sizes and the like) that kernels run with. Lists are "
+        f"separated by commas. Tables of your own lie in {tables.user_folder()}; {tables.FOLDER_VARIABLE} names "
+        "another folder. Exit status: 0, 1 if something is found wrong, 2 for a bad argument.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    def add(name: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=description, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+
+    def add_problems(command: argparse.ArgumentParser) -> None:
+        kernels = "; ".join(f"{name}: {' x '.join(kernel.size_names)}" for name, kernel in KERNELS.items())
+        chains = "; ".join(f"{name}: {' x '.join(chain.form)}" for name, chain in CHAINS.items())
+        command.add_argument(
+            "--names", type=_names((*CHAINS, *KERNELS)), default=",".join(CHAINS), help="chains and kernels"
+        )
+        command.add_argument("--dtypes", type=_names(DTYPES), default=",".join(DTYPES), help="of " + ", ".join(DTYPES))
+        command.add_argument("--passes", type=_names(PASSES), default=",".join(PASSES), help="of a chain")
+        command.add_argument(
+            "--shapes", type=_shapes, help=f"default: a chain's target shape. Sizes are, for {chains}; {kernels}"
+        )
+
+    sweep = add("sweep", "Try configs on this GPU and put the best of those that are right into your own table.")
+    add_problems(sweep)
+    sweep.add_argument("--grid", action="store_true", help="for Linear chains: batch 1 to 4096 x features 1k to 16k")
+    sweep.add_argument("--budget-seconds", type=_positive, help="end then, with the best so far")
+    sweep.add_argument("--again", action="store_true", help="also what the table has already")
+    sweep.add_argument("--processes", type=int, help="that compile meanwhile; default: one for each core")
+    show = add("show", "Which config would be used for a problem, and where it is from.")
+    add_problems(show)
+    show.add_argument("--gpu", type=_gpu, help="a GPU that need not be here, by its driver's name for it")
+    check = add("check", "Compile every entry of every table, without a GPU, for the GPU that it is for.")
+    check.add_argument("tables", type=Path, nargs="*", help="default: the shipped tables and your own")
+    check.add_argument("--processes", type=int, help="that compile; default: one for each core")
+    return parser
+
+
+def _problems(options: argparse.Namespace, parser: _Parser) -> list[Problem]:
+    """Each once, chain by chain; where shapes are given, of each name those that have as many sizes as it."""
+    shapes = list(options.shapes or [])
+    if getattr(options, "grid", False):
+        shapes += GRID
+    found = []
+    for name in options.names:
+        known = CHAINS.get(name) or KERNELS[name]
+        form = known.form if name in CHAINS else known.size_names
+        fitting = [shape for shape in shapes if len(shape) == len(form)]
+        if not shapes and name in CHAINS:
+            fitting = [_INTERPRETED_SHAPES[len(form)] if INTERPRETED else known.target]
+        if not fitting and not (shapes == [*GRID] and len(form) != len(LINEAR_FORM)):
+            parser.error(f"argument --shapes: {name} takes {' x '.join(form)}")
+        for shape in fitting:
+            for dtype in options.dtypes:
+                if name in CHAINS:
+                    found += known.problems(shape, dtype, tuple(options.passes))
+                else:
+                    found += _problems_of_kernel(name, dtype, shape)
+    return list(dict.fromkeys(found))
+
+
+def _problems_of_kernel(name: str, dtype: str, sizes: tuple[int, ...]) -> list[Problem]:
+    precision = "highest" if name.startswith("linear") and dtype == "float32" else None
+    return [Problem(name, dtype, sizes, precision, layout) for layout in KERNELS[name].layouts]
+
+
+def _device(parser: _Parser) -> torch.device:
+    if INTERPRETED:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        parser.error("no GPU is here; with TRITON_INTERPRET=1 set, a sweep goes through the motions on the CPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
+    problems, device = _problems(options, parser), _device(parser)
+    gpu = Gpu.of(device)
+    try:
+        tables.user_folder().mkdir(parents=True, exist_ok=True)
+        with tables.locked(tables.user_path(gpu)):
+            pass
+    except OSError as error:
+        parser.error(f"cannot write to {tables.user_folder()}: {error.strerror}")
+    clock = sweep.time_on_host if INTERPRETED else sweep.time_on_gpu
+    with (
+        reporting.SweepReport(gpu, tables.user_path(gpu), len(problems)) as report,
+        Precompiler(gpu.architecture, options.processes) as precompiler,
+    ):
+        return report.run(
+            lambda: sweep.sweep_and_store(
+                problems,
+                device,
+                budget=options.budget_seconds,
+                again=options.again,
+                clock=clock,
+                resources=None if INTERPRETED else precompiler,
+                on_problem=report.begin,
+                on_outcome=report.add_outcome,
+                on_result=report.add_result,
+            )
+        )
+
+
+def _show(options: argparse.Namespace, parser: _Parser) -> int:
+    gpu = options.gpu
+    if gpu is None:
+        if not torch.cuda.is_available() and not INTERPRETED:
+            parser.error("no GPU is here: name one with --gpu")
+        gpu = Gpu.of(_device(parser))
+    reporting.show(gpu, [(problem, lookup.find(problem, gpu)) for problem in _problems(options, parser)])
+    return 0
+
+
+def _check(options: argparse.Namespace, parser: _Parser) -> int:
+    if INTERPRETED:
+        parser.error("kernels do not compile with TRITON_INTERPRET=1 set")
+    folders = tables.shipped_folder(), tables.user_folder()
+    paths = options.tables or [path for folder in folders for path in sorted(folder.glob("*.json"))]
+    for path in paths:
+        if not path.is_file():
+            parser.error(f"{path} is no file")
+    return reporting.check(paths, options.processes or len(os.sched_getaffinity(0)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one of the commands; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    return {"sweep": _sweep, "show": _show, "check": _check}[options.command](options, parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

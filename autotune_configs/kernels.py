@@ -1,0 +1,275 @@
+"""The kernels whose configs are looked up: which configs there are, which are valid for a problem, and where to begin.
+
+A search space gives the values of each field; a sweep starts from a few configs and goes on to the neighbours of the
+best, which differ from it by one step in one field.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+
+import triton
+
+from autotune_configs.gpus import Gpu
+from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
+from autotune_configs.problem import Problem
+from triton_kernels.convolution import ConvolutionConfig
+from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.image_group_norm import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
+from triton_kernels.linear import LinearConfig
+
+Config = LinearConfig | GroupNormConfig | ImageNormConfig | ConvolutionConfig
+
+ELEMENT_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+#: float32 values of a tile that a thread can hold beside all else.
+_MOST_VALUES_A_THREAD = 128
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as the tables know it.
+
+    ``size_names`` are those of a problem's sizes, ``layouts`` how a problem's images may lie in memory. ``heuristic``
+    gives a config that is right for any problem, ``is_valid`` says whether another one is, ``space`` has the values of
+    each field to search, and ``starts`` the configs to begin with.
+    """
+
+    name: str
+    size_names: tuple[str, ...]
+    config_class: type
+    heuristic: Callable[[Problem, Gpu], Config]
+    is_valid: Callable[[Config, Problem, Gpu], bool]
+    space: dict[str, tuple[int, ...]]
+    starts: Callable[[Problem], Iterable[Config]]
+    layouts: tuple[str | None, ...] = (None,)
+
+    def config_of(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
+        """The config with these values, or None where it is not valid for the problem."""
+        if set(values) != {field.name for field in fields(self.config_class)}:
+            return None
+        config = self.config_class(**values)
+        return config if self.is_valid(config, problem, gpu) else None
+
+    def first_candidates(self, problem: Problem, gpu: Gpu) -> list[Config]:
+        """The heuristic's config, and those to start from that are valid."""
+        valid = (config for config in self.starts(problem) if self.is_valid(config, problem, gpu))
+        return list(dict.fromkeys([self.heuristic(problem, gpu), *valid]))
+
+    def neighbours(self, config: Config, problem: Problem, gpu: Gpu) -> list[Config]:
+        """The valid configs that differ from this one by one step in one field."""
+        found = []
+        for name, value in asdict(config).items():
+            values = self.space.get(name, ())
+            below = max((each for each in values if each < value), default=None)
+            above = min((each for each in values if each > value), default=None)
+            found += [replace(config, **{name: each}) for each in (below, above) if each is not None]
+        return [each for each in found if self.is_valid(each, problem, gpu)]
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    return tuple(2**exponent for exponent in range(first.bit_length() - 1, last.bit_length()))
+
+
+# Matrix products: [M, K] @ [N, K].T
+
+_LINEAR_SIZES = ("m", "n", "k", "group_size")
+
+
+def _linear_heuristic(problem: Problem, gpu: Gpu) -> LinearConfig:
+    return heuristic_linear_config(ELEMENT_SIZES[problem.dtype], *problem.sizes, gpu)
+
+
+def _linear_is_valid(config: LinearConfig, problem: Problem, gpu: Gpu) -> bool:
+    M, _, K, group_size = problem.sizes
+    element_size = ELEMENT_SIZES[problem.dtype]
+    if K * element_size % 16 != 0:  # read without tensor descriptors, which the heuristic has tiles of its own for
+        return config == _linear_heuristic(problem, gpu)
+    if group_size <= WIDEST_TILE and _linear_heuristic(problem, gpu).holds_groups_of(group_size):
+        if not config.holds_groups_of(group_size):
+            return False
+    trapped = gpu.architecture == 100 and element_size == 4 and (config.block_m, config.block_n) == (64, 256)
+    return (
+        config.block_m <= max(16, triton.next_power_of_2(M))
+        and config.block_m * config.block_n <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
+        and min(config.block_m, config.block_n, config.block_k) >= 16
+        and config.epilogue_columns >= 16
+        and config.shared_memory(element_size) <= gpu.shared_memory
+        and not trapped
+    )
+
+
+def _linear_starts(problem: Problem) -> Iterable[LinearConfig]:
+    """A tile of each shape. Few rows leave little to do but to read the weights, as many bytes under way as can be."""
+    M = problem.sizes[0]
+    element_size = ELEMENT_SIZES[problem.dtype]
+    tallest = max(16, triton.next_power_of_2(M))
+    for block_m in (min(tallest, 64), min(tallest, 128), min(tallest, 256)):
+        for block_n in (32, 64, 128, 256):
+            warps = 8 if block_m * block_n > 64 * 64 else 4
+            if block_m <= 32:
+                yield LinearConfig(block_m, block_n, 256 // element_size, num_warps=4, num_stages=4)
+            else:
+                yield LinearConfig(block_m, block_n, 128 // element_size, num_warps=warps, num_stages=3)
+
+
+_LINEAR_SPACE = {
+    "block_m": _powers(16, 256),
+    "block_n": _powers(16, 256),
+    "block_k": _powers(16, 256),
+    "group_m": (1, 4, 8, 16),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5, 6, 8),
+    "epilogue_strips": (1, 2),
+}
+
+
+def _linear(epilogue: str) -> Kernel:
+    return Kernel(
+        f"linear_{epilogue}",
+        _LINEAR_SIZES,
+        LinearConfig,
+        _linear_heuristic,
+        _linear_is_valid,
+        _LINEAR_SPACE,
+        _linear_starts,
+    )
+
+
+# Group norm of matrices [M, N]
+
+
+def _group_norm_heuristic(problem: Problem, gpu: Gpu) -> GroupNormConfig:
+    return heuristic_group_norm_config(*problem.sizes)
+
+
+def _group_norm_is_valid(config: GroupNormConfig, problem: Problem, gpu: Gpu) -> bool:
+    M, _, group_size = problem.sizes
+    blocks = config.blocks(group_size)
+    values = blocks["BLOCK_M"] * blocks["BLOCK_G"] * blocks["BLOCK_GROUP"]
+    return (
+        config.block_columns >= blocks["BLOCK_GROUP"]
+        and config.rows_per_program % config.block_m == 0
+        and values <= max(64 * 32 * config.num_warps, blocks["BLOCK_GROUP"])
+        and config.rows_per_program <= max(config.block_m, triton.next_power_of_2(M))
+    )
+
+
+def _group_norm_starts(problem: Problem) -> Iterable[GroupNormConfig]:
+    heuristic = heuristic_group_norm_config(*problem.sizes)
+    for block_m in (1, 4, 16):
+        rows = max(block_m, triton.next_power_of_2(heuristic.rows_per_program))
+        yield replace(heuristic, block_m=block_m, rows_per_program=rows)
+
+
+def _group_norm(name: str) -> Kernel:
+    space = {"block_m": _powers(1, 32), "block_columns": _powers(16, 8192), "num_warps": (1, 2, 4, 8, 16)}
+    if name.endswith("backward"):  # the other passes do not use it
+        space["rows_per_program"] = _powers(1, 256)
+    return Kernel(
+        name,
+        ("m", "n", "group_size"),
+        GroupNormConfig,
+        _group_norm_heuristic,
+        _group_norm_is_valid,
+        space,
+        _group_norm_starts,
+    )
+
+
+# Passes over images [B, C, S]
+
+_FORMATS = (CONTIGUOUS, CHANNELS_LAST)
+_PAIRS = (*_FORMATS, f"{CONTIGUOUS} to {CHANNELS_LAST}", f"{CHANNELS_LAST} to {CONTIGUOUS}")
+
+
+def _image_norm_heuristic(problem: Problem, gpu: Gpu) -> ImageNormConfig:
+    _, channels, pixels, _ = problem.sizes
+    return ImageNormConfig.of_shape(channels, pixels, problem.layout == CONTIGUOUS)
+
+
+def _image_norm_is_valid(config: ImageNormConfig, problem: Problem, gpu: Gpu) -> bool:
+    _, channels, pixels, _ = problem.sizes
+    return (
+        config.block_c <= triton.next_power_of_2(channels)
+        and config.block_s <= max(16, triton.next_power_of_2(pixels))
+        and config.block_c * config.block_s <= 64 * 32 * config.num_warps
+    )
+
+
+def _image_norm_starts(problem: Problem) -> Iterable[ImageNormConfig]:
+    for values in (2048, 4096, 8192):
+        for block_s in (32, 64, 256, 1024):
+            yield ImageNormConfig(max(1, min(values // block_s, problem.sizes[1])), block_s)
+
+
+def _image_norm(name: str, layouts: tuple[str, ...]) -> Kernel:
+    space = {"block_c": _powers(1, 128), "block_s": _powers(16, 2048), "num_warps": (2, 4, 8)}
+    if name.endswith("backward"):  # the other passes do not use it
+        space["strip"] = _powers(1, 64)
+    return Kernel(
+        name,
+        ("samples", "channels", "pixels", "group_size"),
+        ImageNormConfig,
+        _image_norm_heuristic,
+        _image_norm_is_valid,
+        space,
+        _image_norm_starts,
+        layouts,
+    )
+
+
+# Convolutions of stride 1
+
+_CONVOLUTION_SIZES = ("samples", "in_channels", "out_channels", "height", "width", "tap_rows", "tap_columns")
+
+
+def _convolution_heuristic(problem: Problem, gpu: Gpu) -> ConvolutionConfig:
+    return ConvolutionConfig.fit(*problem.sizes[1:3])
+
+
+def _convolution_is_valid(config: ConvolutionConfig, problem: Problem, gpu: Gpu) -> bool:
+    element_size = ELEMENT_SIZES[problem.dtype]
+    shared_memory = config.num_stages * (config.block_pixels + config.block_o) * config.block_c * element_size
+    return (
+        config.block_pixels * config.block_o <= 64 * 32 * config.num_warps
+        and shared_memory <= gpu.shared_memory
+        and min(config.block_pixels, config.block_o, config.block_c) >= 16
+    )
+
+
+def _convolution_starts(problem: Problem) -> Iterable[ConvolutionConfig]:
+    fit = ConvolutionConfig.fit(*problem.sizes[1:3])
+    for block_pixels in (64, 128, 256):
+        yield replace(fit, block_pixels=block_pixels)
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        _linear("bias"),
+        _linear("hardtanh_mish_group_norm"),
+        _linear("group_norm_hardtanh"),
+        _linear("group_norm_row_minimum"),
+        _group_norm("group_norm"),
+        _group_norm("group_norm_backward"),
+        _image_norm("image_statistics", _FORMATS),
+        _image_norm("image_group_norm", _PAIRS),
+        _image_norm("image_group_norm_backward", _FORMATS),
+        Kernel(
+            "convolution",
+            _CONVOLUTION_SIZES,
+            ConvolutionConfig,
+            _convolution_heuristic,
+            _convolution_is_valid,
+            {
+                "block_pixels": _powers(32, 256),
+                "block_o": _powers(16, 128),
+                "block_c": _powers(16, 64),
+                "num_warps": (4, 8),
+                "num_stages": (2, 3, 4, 5),
+            },
+            _convolution_starts,
+            _PAIRS,
+        ),
+    )
+}

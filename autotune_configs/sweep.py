@@ -1,0 +1,280 @@
+"""The sweep: for each problem the config that is fastest among those that are right.
+
+It starts from a few configs and goes on to the neighbours of the best, until none of them is faster. Every config is
+compiled first, without the GPU; what does not fit or spills many registers is not run. Then its results are checked
+against float64, and it is timed in turn with the heuristic's config, so that a GPU that slows as it warms slows both.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+
+from autotune_configs import tables
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS, Config
+from autotune_configs.problem import Problem
+from autotune_configs.tables import Entry
+from autotune_configs.workloads import Workload, workload_of
+
+#: Rounds in which a config and the heuristic's are timed in turn, and what ends that after the first.
+_ROUNDS = 3
+_HOPELESS = 1.2
+#: Rounds for the best config, and the ratio from which on it is worth an entry of its own.
+_FINAL_ROUNDS = 9
+_WORTHWHILE = 0.99
+#: Milliseconds of calls that one timing takes at most, and how many calls it has where one takes longer than that.
+_LONGEST_TIMING = 2.0
+_FEWEST_CALLS = 3
+#: Milliseconds that a call takes.
+Clock = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one config: its time over the heuristic's in ``ratio``, or why it has none."""
+
+    config: Config
+    ratio: float | None = None
+    reason: str | None = None
+    is_wrong: bool = False  # it ran, and its results are not right
+
+
+@dataclass
+class Result:
+    """What became of a problem. ``entry`` is None where there is a reason for that in ``skipped``; ``is_whole`` says
+    whether time sufficed."""
+
+    problem: Problem
+    entry: Entry | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    is_whole: bool = True
+    skipped: str | None = None
+
+    @property
+    def is_red(self) -> bool:
+        """Whether some config's results were wrong."""
+        return any(outcome.is_wrong for outcome in self.outcomes)
+
+
+class Journal:
+    """The outcomes of a sweep that is under way, a line each, for the sweep that goes on with it."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def read(self, config_class: type) -> dict[Config, Outcome]:
+        """What is known already. A line that was cut off as it was written is no loss but its own."""
+        known = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in self._path.read_text().splitlines():
+                try:
+                    item = json.loads(line)
+                    if item["triton"] == triton.__version__:
+                        config = config_class(**item["config"])
+                        known[config] = Outcome(config, item["ratio"], item["reason"], item["is_wrong"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+        return known
+
+    def add(self, outcome: Outcome) -> None:
+        item = {"triton": triton.__version__, **asdict(outcome)}
+        with open(self._path, "a") as file:
+            file.write(("\n" if self._ends_within_a_line() else "") + json.dumps(item) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _ends_within_a_line(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return not (self._path.read_bytes() or b"\n").endswith(b"\n")
+        return False
+
+    def end(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def time_on_host(call: Callable[[], object]) -> float:
+    """One call, by the host's clock: for Triton's interpreter, whose times mean nothing."""
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def time_on_gpu(call: Callable[[], object]) -> float:
+    """The median of calls with a cold L2 cache, by Triton's own tool."""
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    once = start.elapsed_time(end)
+    calls = max(_LONGEST_TIMING, _FEWEST_CALLS * once)
+    return triton.testing.do_bench(call, warmup=min(once, calls / 4), rep=calls, return_mode="median")
+
+
+class Search:
+    """The search for one problem."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: torch.device,
+        journal: Journal,
+        *,
+        clock: Clock = time_on_gpu,
+        resources=None,
+        is_late: Callable[[], bool] = lambda: False,
+        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    ):
+        self.problem, self.device, self.gpu = problem, device, Gpu.of(device)
+        self.kernel = KERNELS[problem.kernel]
+        self.default = self.kernel.heuristic(problem, self.gpu)
+        self._workload: Workload | None = None
+        self._journal, self._known = journal, journal.read(self.kernel.config_class)
+        self._clock, self._resources, self._is_late, self._on_outcome = clock, resources, is_late, on_outcome
+        self.outcomes: dict[Config, Outcome] = {}
+
+    @property
+    def workload(self) -> Workload:
+        """Made when something is run: a sweep that only goes over what is known makes no tensors."""
+        if self._workload is None:
+            self._workload = workload_of(self.problem, self.device)
+        return self._workload
+
+    def run(self) -> Result:
+        wave = self.kernel.first_candidates(self.problem, self.gpu)
+        best = None
+        while wave and (best is None or not self._is_late()):
+            self._try_all(wave)
+            if self.outcomes[self.default].ratio is None:  # then nothing can be compared with it
+                reason = f"the heuristic's config: {self.outcomes[self.default].reason}"
+                return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason)
+            fastest = self._fastest()
+            wave = [] if fastest == best else self._unseen_neighbours(fastest)
+            best = fastest
+        is_whole = not wave and not self._is_late()
+        return Result(self.problem, self._entry(best), list(self.outcomes.values()), is_whole)
+
+    def _fastest(self) -> Config:
+        timed = [outcome for outcome in self.outcomes.values() if outcome.ratio is not None]
+        return min(timed, key=lambda outcome: outcome.ratio).config
+
+    def _unseen_neighbours(self, config: Config) -> list[Config]:
+        near = self.kernel.neighbours(config, self.problem, self.gpu)
+        return [each for each in near if each not in self.outcomes]
+
+    def _try_all(self, configs: list[Config]) -> None:
+        unknown = [config for config in configs if config not in self._known]
+        refused = self._resources.refused(self.problem, self.default, unknown) if self._resources and unknown else {}
+        for config in configs:
+            if config != self.default and self._is_late():
+                return
+            outcome = self._known.get(config)
+            if outcome is None:
+                reason = refused.get(config)
+                outcome = Outcome(config, reason=reason) if reason else self._measure(config)
+                self._journal.add(outcome)
+            self.outcomes[config] = outcome
+            self._on_outcome(outcome)
+
+    def _measure(self, config: Config) -> Outcome:
+        try:
+            fault = self.workload.fault(config)
+            if fault:
+                return Outcome(config, reason=fault, is_wrong=True)
+            if config == self.default:
+                return Outcome(config, ratio=1.0)
+            return Outcome(config, ratio=self._ratio(config, _ROUNDS)[0])
+        except torch.OutOfMemoryError:
+            raise  # the problem's, not the config's
+        except Exception as error:  # a compiler or a driver may refuse a config in any way
+            return Outcome(config, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    def _ratio(self, config: Config, rounds: int) -> tuple[float, float]:
+        """The median over the rounds of its time over the heuristic's config's, and that of its time in ms."""
+        ratios, times = [], []
+        for _ in range(rounds):
+            base = self._clock(lambda: self.workload.launch(self.default))
+            times.append(self._clock(lambda: self.workload.launch(config)))
+            ratios.append(times[-1] / base)
+            if ratios[0] > _HOPELESS and rounds == _ROUNDS:
+                break
+        return statistics.median(ratios), statistics.median(times)
+
+    def _entry(self, best: Config) -> Entry:
+        """Of the best config, if it still is the better one when timed for longer; of the heuristic's otherwise."""
+        ratio, milliseconds = self._ratio(best, _FINAL_ROUNDS)
+        if best == self.default or ratio > _WORTHWHILE:
+            best, ratio = self.default, 1.0
+            milliseconds = statistics.median(
+                self._clock(lambda: self.workload.launch(self.default)) for _ in range(_ROUNDS)
+            )
+        return Entry(
+            self.problem,
+            asdict(best),
+            round(ratio, 4),
+            round(1e3 * milliseconds, 2),
+            triton.__version__,
+            str(date.today()),
+        )
+
+
+def journal_path(problem: Problem, gpu: Gpu) -> Path:
+    return tables.user_folder() / "sweeps" / gpu.file_name / (str(problem).replace(" ", "_") + ".jsonl")
+
+
+def is_done(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the user's table has an entry for just this problem, by this version of Triton and a whole sweep."""
+    tables.read.cache_clear()  # another process may have written it
+    entries = tables.read(tables.user_path(gpu))
+    is_there = any(entry.problem == problem and entry.triton == triton.__version__ for entry in entries)
+    return is_there and not journal_path(problem, gpu).exists()
+
+
+def sweep_and_store(
+    problems: Iterable[Problem],
+    device: torch.device,
+    *,
+    budget: float | None = None,
+    again: bool = False,
+    on_problem: Callable[[Problem], None] = lambda problem: None,
+    on_result: Callable[[Result], None] = lambda result: None,
+    **options,
+) -> list[Result]:
+    """Sweep problem after problem and put what is found into the user's table, each as soon as it is known.
+
+    Problems that the table has are passed over unless ``again``. After ``budget`` seconds the problem under way ends
+    with the best so far, and those left are passed over. ``options`` are those of ``Search``. Raises OSError where the
+    table cannot be written.
+    """
+    gpu = Gpu.of(device)
+    end = math.inf if budget is None else time.monotonic() + budget
+    results = []
+    for problem in problems:
+        path = journal_path(problem, gpu)
+        with tables.locked(path):  # where another sweep has it under way, it is done when our turn comes
+            if not again and is_done(problem, gpu):
+                result = Result(problem, skipped="in the table already")
+            elif time.monotonic() >= end:
+                result = Result(problem, is_whole=False, skipped="no time left")
+            else:
+                on_problem(problem)
+                journal = Journal(path)
+                result = Search(problem, device, journal, is_late=lambda: time.monotonic() >= end, **options).run()
+                if result.entry is not None:
+                    tables.store(tables.user_path(gpu), gpu, result.entry)
+                if result.is_whole:
+                    journal.end()
+        results.append(result)
+        on_result(result)
+    return results

@@ -1,0 +1,143 @@
+"""Tables of configs: one JSON file a GPU, those shipped with the package and the user's own, which win."""
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import platformdirs
+
+from autotune_configs.gpus import Gpu
+from autotune_configs.problem import Problem
+
+#: Names another folder for the user's own tables.
+FOLDER_VARIABLE = "NORMFUSE_TABLES"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The config that a sweep found best for a problem, and how it was measured.
+
+    ``ratio`` is its time over that of the heuristic's config, ``microseconds`` the time itself; ``date`` is ISO 8601.
+    """
+
+    problem: Problem
+    config: dict[str, int]
+    ratio: float
+    microseconds: float
+    triton: str
+    date: str
+
+    def to_json(self) -> dict:
+        return {**asdict(self.problem), **{name: value for name, value in asdict(self).items() if name != "problem"}}
+
+    @classmethod
+    def from_json(cls, item: dict) -> "Entry":
+        """Raises KeyError, TypeError or ValueError for what is no entry."""
+        problem = Problem(item["kernel"], item["dtype"], tuple(item["sizes"]), item["precision"], item["layout"])
+        for text in (problem.kernel, problem.dtype, item["triton"], item["date"]):
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r} is no text")
+        for number in (*problem.sizes, *item["config"].values()):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{number!r} is no size")
+        return cls(
+            problem,
+            dict(item["config"]),
+            float(item["ratio"]),
+            float(item["microseconds"]),
+            item["triton"],
+            item["date"],
+        )
+
+
+def shipped_folder() -> Path:
+    """Where the tables are that come with the package."""
+    return Path(__file__).parent / "tables"
+
+
+def shipped_path(gpu: Gpu) -> Path:
+    return shipped_folder() / f"{gpu.file_name}.json"
+
+
+def user_folder() -> Path:
+    """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named) if named else Path(platformdirs.user_cache_dir("normfuse")) / "tables"
+
+
+def user_path(gpu: Gpu) -> Path:
+    return user_folder() / f"{gpu.file_name}.json"
+
+
+def read_strictly(path: Path) -> tuple[str, tuple[Entry, ...]]:
+    """The GPU's name and the entries of a table. Raises ValueError for what is none."""
+    try:
+        table = json.loads(path.read_text())
+        name = table["gpu"]
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is no GPU's name")
+        return name, tuple(map(Entry.from_json, table["entries"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no table of configs ({type(error).__name__}: {error})") from error
+
+
+@functools.cache
+def read(path: Path) -> tuple[Entry, ...]:
+    """A table's entries; none where there is no file, or, with one warning, where it is no table."""
+    if not path.is_file():
+        return ()
+    try:
+        return read_strictly(path)[1]
+    except ValueError as error:
+        warnings.warn(f"{path} is skipped: {error}", RuntimeWarning, stacklevel=2)
+        return ()
+
+
+def store(path: Path, gpu: Gpu, entry: Entry) -> None:
+    """Put an entry into a table, in place of one for the same problem. Raises OSError where it cannot be written.
+
+    Readers, and whoever stores at the same time, meet the table from before or from after. A damaged file is kept
+    beside the new table.
+    """
+    with locked(path):
+        entries = ()
+        if path.is_file():
+            try:
+                entries = read_strictly(path)[1]
+            except ValueError:
+                os.replace(path, path.with_name(path.name + ".damaged"))
+        others = [each for each in entries if each.problem != entry.problem]
+        write_atomically(path, render(gpu, [*others, entry]))
+        read.cache_clear()
+
+
+def render(gpu: Gpu, entries: list[Entry]) -> str:
+    """A table as text, its entries in order of their problems, one a line, so that versions of it can be compared."""
+    ordered = sorted(entries, key=lambda entry: (str(entry.problem).split(" ")[:-1], entry.problem.sizes))
+    lines = ",\n".join("  " + json.dumps(entry.to_json()) for entry in ordered)
+    return f'{{\n "gpu": {json.dumps(gpu.name)},\n "entries": [\n{lines}\n ]\n}}\n'
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file in one step: whoever reads it, or an interruption, never meets half of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other process holds this lock meanwhile; it ends with the process, however that ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(path.name + ".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
