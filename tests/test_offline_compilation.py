@@ -4,13 +4,14 @@ No GPU is needed: the launchers run on tensors of the "meta" device, and Triton 
 What L19 launches is compiled in ``tests/test_offline_compilation_images.py``.
 """
 
-import json
 from dataclasses import dataclass
-from importlib import resources
 
 import pytest
 import torch
 
+from autotune_configs import tables
+from autotune_configs.chains import LINEAR_TARGET
+from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
 from autotune_configs.offline import compile_launches
 from ops.linear_group_norm_min import WIDEST_FUSED_GROUP
@@ -31,10 +32,8 @@ from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, I
 pytestmark = pytest.mark.offline
 
 DTYPES = (torch.bfloat16, torch.float32)
-#: The architecture of each GPU that a table is shipped for, and the group size of each kernel at the target size, or
-#: the widest that tiles of the table hold.
+#: The architecture of each GPU that a table is shipped for.
 TABLE_ARCHITECTURES = {"nvidia_h200": 90}
-TABLE_GROUPS = {"hardtanh_mish_group_norm": 32, "group_norm_row_minimum": 16, "group_norm_hardtanh": 256}
 EPILOGUES = {
     "bias": epilogues.bias_epilogue,
     "hardtanh_mish_group_norm": epilogues.hardtanh_mish_group_norm_epilogue,
@@ -64,7 +63,8 @@ class Gemm:
         return text.replace("torch.", "") + ("-saved" if self.saved else "")
 
     def resolve(self) -> LinearConfig:
-        return self.config or heuristic_linear_config(self.dtype, self.m, self.n, self.k, self.group_size, META)
+        sizes = self.m, self.n, self.k, self.group_size
+        return self.config or heuristic_linear_config(self.dtype.itemsize, *sizes, Gpu.of(META))
 
     def launch(self) -> None:
         config = self.resolve()
@@ -108,15 +108,15 @@ class Gemm:
 
 
 def table_gemms():
-    for file in sorted((resources.files("autotune_configs") / "tables").iterdir(), key=lambda file: file.name):
-        name = file.name.removesuffix(".json")
-        for entry in json.loads(file.read_text())["entries"]:
-            config = LinearConfig(**entry["config"])
-            group_size = min(TABLE_GROUPS.get(entry["kernel"], 1), config.epilogue_columns)
-            sizes = entry["m"], entry["n"], entry["k"], group_size
-            for saved in (False,) if entry["kernel"] == "bias" else (False, True):
-                gemm = Gemm(entry["kernel"], getattr(torch, entry["dtype"]), *sizes, saved, config)
-                yield pytest.param(name, gemm, id=f"{name}-{gemm}")
+    """Of the target shape: ``python -m autotune_configs check`` compiles all."""
+    for path in sorted(tables.shipped_folder().glob("*.json")):
+        for entry in tables.read(path):
+            problem = entry.problem
+            if problem.kernel.startswith("linear_") and problem.sizes[:3] == LINEAR_TARGET:
+                kernel, config = problem.kernel.removeprefix("linear_"), LinearConfig(**entry.config)
+                for saved in (False,) if kernel == "bias" else (False, True):
+                    gemm = Gemm(kernel, getattr(torch, problem.dtype), *problem.sizes, saved, config)
+                    yield pytest.param(path.stem, gemm, id=f"{path.stem}-{gemm}")
 
 
 def heuristic_gemms():
