@@ -172,14 +172,14 @@ def _draw_bars(panel: Axes, cells: list[CellResult], labels: list[str], peers: l
 
 
 def _draw_lines(panel: Axes, cells: list[CellResult]) -> None:
+    """Cells in the order of their batches."""
     colours = matplotlib.colormaps["viridis"]
     for index, size in enumerate(GRID_FEATURES):
         points = {GRID[cell.key.shape][0]: cell.ours_to_best for cell in cells if GRID[cell.key.shape][1] == size}
         if points:
-            batches = sorted(points)
             panel.plot(
-                batches,
-                [points[batch] for batch in batches],
+                list(points),
+                list(points.values()),
                 marker=_MARKERS[index],
                 markersize=5,
                 linewidth=1.5,

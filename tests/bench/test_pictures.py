@@ -69,12 +69,19 @@ def test_convolution_has_panels_of_its_own(results):
 
 
 def grid(ratio=0.5, **others):
-    """Two batches of two feature sizes; the ratio grows with the features."""
+    """Two batches of two feature sizes; the ratio grows with the features, and is larger in the forward pass."""
     return [
         row
         for batch in (64, 1)
         for size, factor in ((2048, 1), (4096, 2))
-        for row in rows(shape=f"{batch}x{size}x{size}", ours_us=100 * ratio * factor, peers={"eager": 100.0}, **others)
+        for mode, of_mode in (("forward", 3), ("training", 1))
+        for row in rows(
+            shape=f"{batch}x{size}x{size}",
+            ours_us=100 * ratio * factor * of_mode,
+            peers={"library": 50.0, "eager": 100.0},
+            modes=(mode,),
+            **others,
+        )
     ]
 
 
@@ -93,6 +100,13 @@ def test_growth(results):
     assert list(high.get_ydata()) == [2.0, 2.0]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["2048 features", "4096 features", "8192 features"]
+
+
+def test_growth_of_each_mode(results):
+    found = results(grid())
+    for mode, expected in (("forward", 1.5), ("training", 0.5)):
+        (panel,) = draw_growth(found, mode).axes
+        assert list(panel.get_lines()[0].get_ydata()) == [expected, expected]
 
 
 def test_grid_stays_out_of_the_others(results):
