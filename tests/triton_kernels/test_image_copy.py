@@ -33,11 +33,15 @@ def empty(shape, dtype, format):
 
 
 FORMATS = ("contiguous", "channels_last", "strided")
+#: Every shape in tiles of every config, and every format into every other: no size matters to strides.
+COPIES = [
+    *((shape, config, "strided", "channels_last") for shape in SHAPES for config in CONFIGS),
+    *((SHAPES[0], CONFIGS[1], *formats) for formats in itertools.product(FORMATS, FORMATS)),
+]
+by_copy = pytest.mark.parametrize("shape, config, source_format, target_format", dict.fromkeys(COPIES), ids=str)
 
 
-@pytest.mark.parametrize("source_format, target_format", list(itertools.product(FORMATS, FORMATS)))
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@by_copy
 def test_every_format(shape, config, source_format, target_format):
     """All of the target is written, and nothing else."""
     values = whole_numbers(shape, torch.float32)
@@ -84,13 +88,12 @@ def normal(*shape):
 
 
 @pytest.mark.parametrize("source_format, target_format", list(itertools.product(FORMATS, FORMATS)))
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_rounded_on_the_way(config, source_format, target_format):
+def test_rounded_on_the_way(source_format, target_format):
     values = normal(2, 5, 17)
     _, source = empty(values.shape, torch.float32, source_format)
     source.copy_(values)
     memory, target = empty(values.shape, torch.float32, target_format)
-    copy_image(source, target, config, nearest_tf32)
+    copy_image(source, target, CONFIGS[1], nearest_tf32)
     assert torch.equal(target, round_to_tf32(values)) and not torch.equal(target, values)
     target.fill_(1000.0)
     assert (memory == 1000.0).all()
@@ -109,9 +112,7 @@ def split(values, config=CONFIGS[1], source_format="contiguous", target_format="
     return results
 
 
-@pytest.mark.parametrize("source_format, target_format", list(itertools.product(FORMATS, FORMATS)))
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@by_copy
 def test_split_in_every_format(shape, config, source_format, target_format):
     values = normal(*shape)
     high, low = split(values, config, source_format, target_format)

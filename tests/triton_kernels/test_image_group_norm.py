@@ -26,10 +26,10 @@ ACTIVATIONS = {
     "gelu": (GELU, F.gelu),
     "gelu_tanh": (GELU_TANH, lambda z: F.gelu(z, approximate="tanh")),
 }
+FINALS = {"no final": IDENTITY, "hardtanh": HARDTANH}
 BOUNDS = (-0.75, 1.5)
 
 by_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
-by_size = pytest.mark.parametrize("size", SIZES, ids=str)
 
 
 def normal(*shape, seed=0):
@@ -56,9 +56,11 @@ def assert_statistics_match(statistics, exact, *, rtol=2e-6, atol=1e-6, eps=1e-5
     torch.testing.assert_close(rstd, (exact.var(1, correction=0) + eps).rsqrt(), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@by_config
-@by_size
+#: Every pair of a size, a config and a format.
+STATISTICS = [(size, config, FORMATS[(i + j) % 3]) for i, size in enumerate(SIZES) for j, config in enumerate(CONFIGS)]
+
+
+@pytest.mark.parametrize("size, config, format", STATISTICS, ids=str)
 def test_statistics(size, config, format):
     samples, num_groups, group_size, pixels = size
     values = normal(samples, num_groups * group_size, pixels, seed=pixels) + 0.5
@@ -101,10 +103,10 @@ def test_means_that_differ_between_channels_and_tiles():
 @by_config
 def test_constant_groups(config, value, pixels):
     """They stay their norm's bias: 1/sqrt(eps) = 316 must have nothing to multiply."""
-    values = torch.full((2, 9, pixels), value)
-    statistics = image_statistics(values, 3, 1e-5, config)
+    values = torch.full((1, 6, pixels), value)
+    statistics = image_statistics(values, 2, 1e-5, config)
     output = torch.full_like(values, torch.nan)
-    image_group_norm(values, statistics, None, torch.full((9,), 0.25), config, output=output)
+    image_group_norm(values, statistics, None, torch.full((6,), 0.25), config, output=output)
     assert (output == 0.25).all()
 
 
@@ -176,19 +178,28 @@ def problem(size):
     return values, gradient, num_groups, weight, bias
 
 
-@pytest.mark.parametrize("final", [IDENTITY, HARDTANH], ids=["no final", "hardtanh"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@by_config
-@by_size
-def test_against_autograd(size, config, name, final):
-    activation, function = ACTIVATIONS[name]
+#: Both functions in tiles of every shape, and every pair of functions: these see one element at a time.
+FUNCTIONS_IN_TILES = [
+    *((size, config, "gelu", "hardtanh") for size in SIZES for config in CONFIGS),
+    *((SIZES[0], CONFIGS[1], name, final) for name in ACTIVATIONS for final in FINALS),
+]
+
+
+@pytest.mark.parametrize("size, config, name, final_name", dict.fromkeys(FUNCTIONS_IN_TILES), ids=str)
+def test_against_autograd(size, config, name, final_name):
+    (activation, function), final = ACTIVATIONS[name], FINALS[final_name]
     arguments = problem(size)
     results = our_results(*arguments, config, "contiguous", "contiguous", activation=activation, final=final)
     assert_all_close(results, exact_results(*arguments, function, final), 1e-4)
 
 
-@pytest.mark.parametrize("input_format, gradient_format", list(itertools.product(FORMATS, FORMATS)))
-@pytest.mark.parametrize("output_format, result_format", list(itertools.product(FORMATS, FORMATS)))
+#: Four tensors in three formats, so that any two of them meet in all nine pairs (an orthogonal array).
+FOUR_FORMATS = [
+    tuple(FORMATS[k % 3] for k in (i, j, i + j, i + 2 * j)) for i, j in itertools.product(range(3), range(3))
+]
+
+
+@pytest.mark.parametrize("input_format, gradient_format, output_format, result_format", FOUR_FORMATS)
 def test_memory_formats(input_format, gradient_format, output_format, result_format):
     """Any in, any out."""
     values, gradient, *vectors = problem((2, 3, 5, 17))
@@ -227,10 +238,9 @@ def test_input_bias(name):
 
     truths = exact_results(values, gradient, num_groups, weight, bias, shifted, HARDTANH)
     options = {"activation": activation, "final": HARDTANH, "input_bias": input_bias}
-    for config in CONFIGS:
-        arguments = (values, gradient, num_groups, weight, bias, config)
-        results = our_results(*arguments, "contiguous", "channels_last", **options)
-        assert_all_close(results, truths, 1e-4)
+    arguments = (values, gradient, num_groups, weight, bias, CONFIGS[1])
+    results = our_results(*arguments, "contiguous", "channels_last", **options)
+    assert_all_close(results, truths, 1e-4)
 
 
 @pytest.mark.parametrize("absent", ["weight", "bias", "both"])

@@ -75,11 +75,18 @@ def test_rows_by_group(rows, groups, group_size, sorts, monkeypatch):
     assert offsets[0] == 0 and torch.equal(offsets[1:].long(), group.bincount(minlength=groups).cumsum(0))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "misaligned"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, groups, group_size, depth", [(9, 5, 16, 40), (40, 3, 10, 33), (7, 2, 100, 1)])
-def test_products(rows, groups, group_size, depth, dtype, layout):
+SIZES = [(9, 5, 16, 40), (40, 3, 10, 33), (7, 2, 100, 1)]
+#: Every size in every dtype and in every layout, whose strides no dtype changes.
+PRODUCTS = [
+    *((size, dtype, "contiguous") for size in SIZES for dtype in DTYPES),
+    *((size, torch.bfloat16, layout) for size in SIZES for layout in ("transposed", "strided", "misaligned")),
+]
+
+
+@pytest.mark.parametrize("size, dtype, layout", PRODUCTS, ids=str)
+def test_products(size, dtype, layout):
     """The gather for the input's gradient and the sums for the weight's are the dense products over zeros."""
+    rows, groups, group_size, depth = size
     column = winners(rows, groups, group_size)[0]
     if groups == 3:
         column.clamp_(max=2 * group_size - 1)  # the last group wins nowhere: zeros must be written there
