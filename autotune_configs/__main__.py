@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from autotune_configs import lookup, reporting, sweep, tables
-from autotune_configs.chains import CHAINS, DTYPES, GRID, LINEAR_FORM, PASSES
+from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.precompile import Precompiler
@@ -104,26 +104,30 @@ def _parser() -> _Parser:
 
 
 def _problems(options: argparse.Namespace, parser: _Parser) -> list[Problem]:
-    """Each once, chain by chain; where shapes are given, of each name those that have as many sizes as it."""
-    shapes = list(options.shapes or [])
+    """Each once, shape by shape, in the order given; of each name at the shapes that have as many sizes as it."""
+    forms = {name: CHAINS[name].form if name in CHAINS else KERNELS[name].size_names for name in options.names}
+    shapes = options.shapes or []
     if getattr(options, "grid", False):
-        shapes += GRID
-    found = []
-    for name in options.names:
-        known = CHAINS.get(name) or KERNELS[name]
-        form = known.form if name in CHAINS else known.size_names
-        fitting = [shape for shape in shapes if len(shape) == len(form)]
-        if not shapes and name in CHAINS:
-            fitting = [_INTERPRETED_SHAPES[len(form)] if INTERPRETED else known.target]
-        if not fitting and not (shapes == [*GRID] and len(form) != len(LINEAR_FORM)):
+        shapes = [*shapes, *GRID]
+    elif not shapes:
+        targets = (CHAINS[name].target for name in options.names if name in CHAINS)
+        shapes = [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
+    for name, form in forms.items():
+        if not any(len(shape) == len(form) for shape in shapes):
             parser.error(f"argument --shapes: {name} takes {' x '.join(form)}")
-        for shape in fitting:
-            for dtype in options.dtypes:
-                if name in CHAINS:
-                    found += known.problems(shape, dtype, tuple(options.passes))
-                else:
-                    found += _problems_of_kernel(name, dtype, shape)
-    return list(dict.fromkeys(found))
+    problems = (
+        problem
+        for shape in shapes
+        for name, form in forms.items()
+        if len(form) == len(shape)
+        for dtype in options.dtypes
+        for problem in (
+            CHAINS[name].problems(shape, dtype, tuple(options.passes))
+            if name in CHAINS
+            else _problems_of_kernel(name, dtype, shape)
+        )
+    )
+    return list(dict.fromkeys(problems))
 
 
 def _problems_of_kernel(name: str, dtype: str, sizes: tuple[int, ...]) -> list[Problem]:

@@ -1,7 +1,9 @@
 """Which problems a chain consists of: for sweeps over whole chains."""
 
+import math
 from dataclasses import dataclass
 
+from autotune_configs.heuristics import WIDEST_TILE, is_power_of_two
 from autotune_configs.kernels import CHANNELS_LAST, CONTIGUOUS
 from autotune_configs.problem import Problem
 
@@ -10,11 +12,16 @@ LINEAR_FORM = ("batch", "in_features", "out_features")
 CONVOLUTION_FORM = ("batch", "in_channels", "out_channels", "height", "width", "kernel")
 LINEAR_TARGET = (1024, 8192, 8192)
 CONVOLUTION_TARGET = (128, 64, 64, 256, 256, 3)
-#: What models grow along.
+#: What models grow along, small problems first.
 GRID = tuple(
-    (batch, features, features)
-    for features in (1024, 2048, 4096, 8192, 16384)
-    for batch in (1, 16, 64, 256, 1024, 4096)
+    sorted(
+        (
+            (batch, features, features)
+            for features in (1024, 2048, 4096, 8192, 16384)
+            for batch in (1, 16, 64, 256, 1024, 4096)
+        ),
+        key=math.prod,
+    )
 )
 DTYPES = ("bfloat16", "float16", "float32")
 PASSES = ("forward", "backward")
@@ -38,7 +45,7 @@ class LinearChain:
         precision = "highest" if dtype == "float32" else None
         found = []
         if "forward" in passes:
-            fused = group_size <= 256
+            fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
             product, width = (self.product, group_size) if fused else ("linear_bias", 1)
             found.append(Problem(product, dtype, (M, N, K, width), precision))
             if not fused or dtype == "float32":

@@ -29,7 +29,7 @@ _UNALIGNED_TILES = {
 }
 
 
-def _is_power_of_two(number: int) -> bool:
+def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
@@ -41,7 +41,7 @@ def heuristic_linear_config(element_size: int, M: int, N: int, K: int, group_siz
         tiles = _SHARED_MEMORY_TILES
     else:
         tiles = _REGISTER_TILES
-    narrowest = group_size if _is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
+    narrowest = group_size if is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
     tallest = max(16, triton.next_power_of_2(M))
     best = None
     for block_m, block_n, block_k, num_warps in tiles[element_size]:

@@ -2,46 +2,41 @@
 
 import hypothesis.strategies as st
 import pytest
-import torch
 import triton
 from hypothesis import given, settings
 
-from autotune_configs import heuristics
+from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
 from triton_kernels.device import SHARED_MEMORY
 from triton_kernels.group_norm import WIDEST_GROUP
 
-CPU = torch.device("cpu")
 sizes = st.integers(1, 64) | st.integers(1, 20000)
+by_gpu = pytest.mark.parametrize(
+    "gpu", [Gpu("", arch, 100, memory) for arch, memory in SHARED_MEMORY.items()], ids=lambda gpu: str(gpu.architecture)
+)
+by_element_size = pytest.mark.parametrize("element_size", [2, 4])
 
 
-@pytest.fixture(params=sorted(SHARED_MEMORY), ids=lambda arch: f"sm_{arch}")
-def arch(request, monkeypatch):
-    """As on a GPU of this architecture, of 100 multiprocessors."""
-    monkeypatch.setattr(heuristics, "architecture", lambda device: request.param)
-    monkeypatch.setattr(heuristics, "shared_memory_limit", lambda device: SHARED_MEMORY[request.param])
-    monkeypatch.setattr(heuristics, "multiprocessor_count", lambda device: 100)
-    return request.param
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@by_gpu
+@by_element_size
 @given(M=sizes, N=sizes, K=sizes, group_size=st.sampled_from([1, 2, 10, 16, 32, 48, 128, 256, 512, 8192]))
-@settings(max_examples=100, suppress_health_check=["function_scoped_fixture"])
-def test_linear_config_is_valid(arch, dtype, M, N, K, group_size):
-    config = heuristic_linear_config(dtype, M, N, K, group_size, CPU)
+@settings(max_examples=100)
+def test_linear_config_is_valid(gpu, element_size, M, N, K, group_size):
+    config = heuristic_linear_config(element_size, M, N, K, group_size, gpu)
     for size in (config.block_m, config.block_n, config.block_k, config.num_warps):
         assert triton.next_power_of_2(size) == size
     assert min(config.block_m, config.block_n, config.block_k) >= 16, "what tl.dot asks for"
-    assert config.shared_memory(dtype.itemsize) <= SHARED_MEMORY[arch]
+    assert config.shared_memory(element_size) <= gpu.shared_memory
     if group_size <= WIDEST_TILE and triton.next_power_of_2(group_size) == group_size:
         assert config.holds_groups_of(group_size)
     assert config.block_m <= max(16, triton.next_power_of_2(M)), "rows that do not exist are not computed"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_small_problems_get_more_and_smaller_tiles(arch, dtype):
+@by_gpu
+@by_element_size
+def test_small_problems_get_more_and_smaller_tiles(gpu, element_size):
     def tiles(M, N):
-        config = heuristic_linear_config(dtype, M, N, 1024, 1, CPU)
+        config = heuristic_linear_config(element_size, M, N, 1024, 1, gpu)
         return triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n), config
 
     large, small = tiles(8192, 8192)[1], tiles(128, 512)[1]

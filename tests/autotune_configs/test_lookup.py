@@ -1,89 +1,153 @@
-"""The way from a problem to its config: exact entry, nearest entry, heuristic."""
+"""The way from a problem to its config: the user's entry, the shipped one, the nearest, the heuristic."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 
 import autotune_configs
-from autotune_configs import lookup
+from autotune_configs import lookup, tables
+from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import heuristic_linear_config
-from autotune_configs.lookup import linear_config, shipped_table
+from autotune_configs.kernels import KERNELS
+from autotune_configs.problem import Problem
+from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_problem
+from triton_kernels.image_group_norm import ImageNormConfig
 from triton_kernels.linear import LinearConfig
-
-CPU = torch.device("cpu")
-FIRST = LinearConfig(16, 128, 32, num_stages=2)
-SECOND = LinearConfig(32, 64, 32, num_stages=2)
-
-
-def entry(config, m=1024, n=8192, k=8192, kernel="bias", dtype="bfloat16"):
-    return {"kernel": kernel, "dtype": dtype, "m": m, "n": n, "k": k, "config": dataclasses.asdict(config)}
 
 
 @pytest.fixture
-def table(monkeypatch):
-    """What ships for the device that the tests run on is this list."""
-    entries = []
-    monkeypatch.setattr(lookup, "shipped_table", lambda name: tuple(entries))
-    linear_config.cache_clear()
-    yield entries
-    linear_config.cache_clear()
+def table(folder, monkeypatch):
+    """What ships; nothing is the user's own."""
+    shipped = []
+    read = tables.read
+    monkeypatch.setattr(tables, "read", lambda path: tuple(shipped) if path == tables.shipped_path(GPU) else read(path))
+    tables.read.cache_clear = read.cache_clear
+    return shipped
 
 
-def find(M=1024, N=8192, K=8192, group_size=1, kernel="bias", dtype=torch.bfloat16):
-    return linear_config(kernel, dtype, M, N, K, group_size, CPU)
+def find(**sizes):
+    return lookup.find(linear_problem(**sizes), GPU)
+
+
+def heuristic(m=1024, n=8192, k=8192, group_size=1):
+    return heuristic_linear_config(2, m, n, k, group_size, GPU)
 
 
 def test_exact_entry(table):
     table += [entry(SECOND, m=512), entry(FIRST), entry(SECOND, m=2048)]
-    assert find() == FIRST
+    found = find()
+    assert found.config == FIRST
+    assert found.entry == table[1] and found.table == str(tables.shipped_path(GPU))
 
 
 def test_nearest_entry(table):
     """By doublings: 1500 lies nearer to 2048 than to 1024."""
     table += [entry(FIRST), entry(SECOND, m=2048)]
-    assert find(M=1400) == FIRST
-    assert find(M=1500) == SECOND
-    assert find(M=4096) == SECOND
+    assert find(m=1400).config == FIRST
+    assert find(m=1500).config == SECOND
+    assert find(m=4096).config == SECOND
+
+
+def test_the_width_of_groups_counts(table):
+    table += [entry(FIRST, group_size=16), entry(SECOND, group_size=64)]
+    assert find(group_size=16).config == FIRST
+    assert find(group_size=64).config == SECOND
 
 
 def test_far_entries_say_nothing(table):
     table += [entry(FIRST)]
-    heuristic = heuristic_linear_config(torch.bfloat16, 64, 256, 8192, 1, CPU)
-    assert find(M=64, N=256) == heuristic
-    assert find(M=0) == heuristic_linear_config(torch.bfloat16, 0, 8192, 8192, 1, CPU)
+    assert find(m=64, n=256) == lookup.Found(heuristic(m=64, n=256))
+    assert find(m=0) == lookup.Found(heuristic(m=0))
 
 
-def test_other_kernels_and_dtypes_do_not_count(table):
-    table += [entry(FIRST, kernel="group_norm_hardtanh"), entry(FIRST, dtype="float16")]
-    assert find() == heuristic_linear_config(torch.bfloat16, 1024, 8192, 8192, 1, CPU)
-    assert find(dtype=torch.float16) == FIRST
-    assert find(kernel="group_norm_hardtanh") == FIRST
+def test_what_is_no_size_must_be_the_same(table):
+    table += [entry(FIRST, kernel="linear_group_norm_hardtanh"), entry(FIRST, dtype="float16")]
+    assert find().entry is None
+    assert find(dtype="float16").config == FIRST
+    assert find(kernel="linear_group_norm_hardtanh").config == FIRST
+    images = 8, 64, 4096, 8
+    table += [entry(ImageNormConfig(8, 64), Problem("image_statistics", "bfloat16", images, None, "contiguous"))]
+    assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "contiguous"), GPU).entry
+    assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "channels_last"), GPU).entry is None
 
 
 def test_tiles_hold_groups_where_they_can(table):
     table += [entry(SECOND), entry(FIRST, m=4096)]
-    assert find(group_size=64) == SECOND
-    assert find(group_size=128) == FIRST, "further away, but it holds the groups"
-    assert find(group_size=256).holds_groups_of(256)
-    assert find(group_size=48) == SECOND, "no tile holds these"
+    assert find(group_size=8).config == SECOND
+    found = find(group_size=128, n=8192).config
+    assert found.holds_groups_of(128) and found != SECOND, "nearer, but it does not hold the groups"
+    assert find(group_size=256).config.holds_groups_of(256)
 
 
-def test_entries_that_do_not_fit_are_passed_over(table, monkeypatch):
-    table += [entry(FIRST)]
-    monkeypatch.setattr(lookup, "shared_memory_limit", lambda device: FIRST.shared_memory(2) - 1)
-    assert find() == heuristic_linear_config(torch.bfloat16, 1024, 8192, 8192, 1, CPU)
+def test_entries_that_do_not_fit_are_passed_over(table):
+    table += [entry(LinearConfig(128, 256, 64, num_stages=3))]
+    small = replace(GPU, shared_memory=101376)
+    assert lookup.find(linear_problem(), small).entry is None
+    assert lookup.find(linear_problem(), GPU).entry is not None
 
 
 def test_rows_that_descriptors_do_not_take(table):
     """The tables are measured with descriptors: K = 8191 in bfloat16 is read otherwise."""
-    table += [entry(FIRST, k=8191)]
-    assert find(K=8191) == heuristic_linear_config(torch.bfloat16, 1024, 8192, 8191, 1, CPU)
+    table += [entry(FIRST, k=8190)]
+    assert find(k=8191).config == heuristic(k=8191)
 
 
-def test_unknown_gpu_has_no_table():
-    assert shipped_table("NVIDIA GeForce GT 710") == ()
+def test_an_entry_of_other_settings_is_passed_over(table):
+    """Of a version that knew others."""
+    stranger = entry(FIRST)
+    stranger.config["swizzle"] = 1
+    table += [stranger]
+    assert find().entry is None
+
+
+def test_users_own_entry_wins(folder, monkeypatch):
+    monkeypatch.setattr(tables, "shipped_folder", lambda: folder.parent / "shipped")
+    tables.store(tables.shipped_path(GPU), GPU, entry(FIRST))
+    assert find().config == FIRST
+    tables.store(tables.user_path(GPU), GPU, entry(SECOND))
+    found = find()
+    assert found.config == SECOND and found.table == str(tables.user_path(GPU))
+    assert find(m=1400).config == SECOND, "also where both are equally near"
+    tables.store(tables.shipped_path(GPU), GPU, entry(FIRST, m=1400))
+    assert find(m=1400).config == FIRST, "but an exact entry is nearer"
+
+
+def test_what_is_stored_is_found_once_the_tables_are_read_again(folder):
+    cpu = torch.device("cpu")
+    arguments = "group_norm", torch.bfloat16, 1024, 8192, 32, cpu
+    before = autotune_configs.group_norm_config(*arguments)
+    problem = Problem("group_norm", "bfloat16", (1024, 8192, 32))
+    gpu = Gpu.of(cpu)
+    other = next(each for each in KERNELS["group_norm"].neighbours(before, problem, gpu))
+    tables.store(tables.user_path(gpu), gpu, entry(other, problem))
+    autotune_configs.forget()
+    assert autotune_configs.group_norm_config(*arguments) == other
+
+
+def test_image_configs_know_the_layout(folder):
+    contiguous = torch.empty(2, 8, 64)
+    channels_last = torch.empty(2, 64, 8).transpose(1, 2)
+    for images in ((contiguous, contiguous), (channels_last, channels_last), (channels_last, contiguous)):
+        assert autotune_configs.image_norm_config("image_group_norm", 2, *images) == ImageNormConfig.fit(*images)
+
+
+def test_what_is_found_is_kept(folder):
+    """A second lookup is one in a cache (the bench times it)."""
+    arguments = "linear_bias", torch.bfloat16, 1024, 8192, 8192, 1, torch.device("cpu")
+    autotune_configs.linear_config(*arguments)
+    before = lookup._config.cache_info()
+    autotune_configs.linear_config(*arguments)
+    after = lookup._config.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
 def test_public_names():
-    assert autotune_configs.__all__ == ["group_norm_config", "linear_config"]
+    assert autotune_configs.__all__ == [
+        "convolution_config",
+        "forget",
+        "group_norm_config",
+        "image_norm_config",
+        "linear_config",
+        "tune_unseen_problems",
+    ]

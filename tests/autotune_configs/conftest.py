@@ -1,0 +1,13 @@
+"""Tables in a folder of the test's own; what has been looked up before is forgotten, then and afterwards."""
+
+import pytest
+
+from autotune_configs import lookup, tables
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path / "tables"))
+    lookup.forget()
+    yield tmp_path / "tables"
+    lookup.forget()

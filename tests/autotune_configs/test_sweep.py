@@ -1,0 +1,203 @@
+"""A sweep: finds the fastest config that is right, loses nothing when it is stopped, ends in time."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from autotune_configs import sweep, tables
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS
+from autotune_configs.problem import Problem
+from autotune_configs.sweep import sweep_and_store
+from triton_kernels.group_norm import GroupNormConfig
+
+CPU = torch.device("cpu")
+GPU = Gpu.of(CPU)
+PROBLEM = Problem("group_norm", "bfloat16", (1024, 8192, 32))
+OTHER = Problem("group_norm", "bfloat16", (64, 8192, 32))
+HEURISTIC = KERNELS["group_norm"].heuristic(PROBLEM, GPU)
+BEST = GroupNormConfig(1, 1024, HEURISTIC.rows_per_program, num_warps=8)
+
+
+def cost(config):
+    """Milliseconds; one step away from the best it is a fifth more in that field."""
+    steps = zip((config.block_m, config.block_columns, config.num_warps), (1, 1024, 8), strict=True)
+    return 1.2 ** sum(abs(value.bit_length() - best.bit_length()) for value, best in steps)
+
+
+@dataclass
+class Bench:
+    """Stands in for the GPU: what runs, how long that takes, and what of it is wrong."""
+
+    launched: list
+    faults: dict
+    warming: float = 1.0  # how much slower each timing is than the one before
+    interrupt_after: int | None = None
+    time: float = 0.0
+
+    def workload_of(self, problem, device):
+        return self
+
+    def fault(self, config):
+        self.launched.append(config)
+        if self.interrupt_after is not None and len(self.launched) > self.interrupt_after:
+            raise KeyboardInterrupt
+        fault = self.faults.get(config)
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    def launch(self, config):
+        self._last = config
+
+    def clock(self, call):
+        call()
+        self.time += 1
+        return cost(self._last) * self.warming**self.time
+
+
+@pytest.fixture
+def bench(folder, monkeypatch):
+    bench = Bench([], {})
+    monkeypatch.setattr(sweep, "workload_of", bench.workload_of)
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: bench.time)
+    return bench
+
+
+def run(bench, problems=(PROBLEM,), **options):
+    return sweep_and_store(problems, CPU, clock=bench.clock, **options)
+
+
+def stored():
+    tables.read.cache_clear()
+    return {entry.problem: entry for entry in tables.read(tables.user_path(GPU))}
+
+
+def test_climbs_to_the_best(bench):
+    (result,) = run(bench)
+    entry = stored()[PROBLEM]
+    assert GroupNormConfig(**entry.config) == BEST
+    assert entry == result.entry and result.is_whole and not result.is_red
+    assert entry.ratio == pytest.approx(cost(BEST) / cost(HEURISTIC), abs=1e-4)
+    assert len(bench.launched) == len(set(bench.launched)), "each config is checked once"
+
+
+def test_the_heuristic_stays_where_nothing_is_faster(bench, monkeypatch):
+    monkeypatch.setattr("tests.autotune_configs.test_sweep.cost", lambda config: 1.0)
+    run(bench)
+    entry = stored()[PROBLEM]
+    assert GroupNormConfig(**entry.config) == HEURISTIC and entry.ratio == 1.0
+
+
+def test_a_warming_card_picks_no_winner(bench, monkeypatch):
+    """Each timing takes 2% longer than the one before: in turn, that is 2% for any config, whenever it is tried."""
+    bench.warming = 1.02
+    run(bench)
+    assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
+    bench.warming = 0.98  # a card that cools, where all configs are alike
+    monkeypatch.setattr("tests.autotune_configs.test_sweep.cost", lambda config: 1.0)
+    run(bench, [OTHER])
+    assert stored()[OTHER].ratio >= 0.98**2
+
+
+def test_wrong_results_are_reported_and_never_chosen(bench):
+    bench.faults[BEST] = "wrong by 1.0e+00"
+    (result,) = run(bench)
+    assert GroupNormConfig(**result.entry.config) != BEST
+    (outcome,) = (each for each in result.outcomes if each.config == BEST)
+    assert outcome.is_wrong and outcome.reason == "wrong by 1.0e+00" and result.is_red
+
+
+def test_a_config_that_fails_is_passed_over(bench):
+    bench.faults[BEST] = ValueError("out of resource\nmore of it")
+    (result,) = run(bench)
+    assert GroupNormConfig(**result.entry.config) != BEST
+    (outcome,) = (each for each in result.outcomes if each.config == BEST)
+    assert outcome.reason == "ValueError: out of resource" and not outcome.is_wrong and not result.is_red
+
+
+def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
+    bench.faults[HEURISTIC] = "not everything is written"
+    (result,) = run(bench)
+    assert result.entry is None and "not everything is written" in result.skipped and result.is_red
+    assert stored() == {}
+
+
+def test_what_resources_refuse_does_not_run(bench):
+    class Resources:
+        def refused(self, problem, default, configs):
+            return {config: "spills 900 bytes a thread" for config in configs if config.num_warps == 8}
+
+    (result,) = run(bench, resources=Resources())
+    assert result.entry.config["num_warps"] == 4
+    assert all(config.num_warps != 8 for config in bench.launched)
+    assert any(outcome.reason == "spills 900 bytes a thread" for outcome in result.outcomes)
+
+
+@pytest.mark.parametrize("interrupt_after", range(12))
+def test_an_interrupted_sweep_goes_on_where_it_stopped(bench, interrupt_after):
+    """At most the config under way is tried again."""
+    bench.interrupt_after = interrupt_after
+    with pytest.raises(KeyboardInterrupt):
+        run(bench)
+    assert stored() == {}
+    tried, bench.launched, bench.interrupt_after = bench.launched[:-1], [], None
+    run(bench)
+    assert not set(tried) & set(bench.launched)
+    assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
+
+
+def test_a_journal_cut_off_within_a_line(bench):
+    bench.interrupt_after = 6
+    with pytest.raises(KeyboardInterrupt):
+        run(bench)
+    path = sweep.journal_path(PROBLEM, GPU)
+    path.write_text(path.read_text()[:-20])
+    tried, bench.launched, bench.interrupt_after = bench.launched[:-2], [], None
+    run(bench)
+    assert not set(tried) & set(bench.launched)
+    assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
+    assert not path.exists(), "a sweep that is through needs it no more"
+
+
+def test_a_journal_of_another_triton_is_not_believed(bench, monkeypatch):
+    bench.interrupt_after = 6
+    with pytest.raises(KeyboardInterrupt):
+        run(bench)
+    tried, bench.launched, bench.interrupt_after = bench.launched[:-1], [], None
+    monkeypatch.setattr(sweep.triton, "__version__", "3.99")
+    run(bench)
+    assert set(tried) <= set(bench.launched)
+
+
+def test_what_the_table_has_is_passed_over(bench):
+    run(bench)
+    bench.launched.clear()
+    (result,) = run(bench)
+    assert result.skipped == "in the table already" and not bench.launched
+    run(bench, again=True)
+    assert bench.launched
+
+
+def test_budget_ends_in_time_with_the_best_so_far(bench):
+    """The clock counts timings here. The heuristic's config is tried in any case."""
+    first, second = run(bench, [PROBLEM, OTHER], budget=15)
+    assert bench.time <= 15 + 2 * 3 + 2 * 9 + 3, "the config under way, and the last comparison"
+    assert not first.is_whole and first.entry.ratio < 1
+    assert second.skipped == "no time left" and second.entry is None
+    first, second = run(bench, [PROBLEM, OTHER])
+    assert GroupNormConfig(**first.entry.config) == BEST, "the same command goes on"
+    assert first.is_whole and second.is_whole
+
+
+def test_each_problem_is_stored_as_soon_as_it_is_known(bench):
+    seen = []
+    run(bench, [PROBLEM, OTHER], on_result=lambda result: seen.append(set(stored())))
+    assert seen == [{PROBLEM}, {PROBLEM, OTHER}]
+
+
+def test_out_of_memory_is_no_fault_of_a_config(bench):
+    bench.faults[HEURISTIC] = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        run(bench)

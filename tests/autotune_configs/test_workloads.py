@@ -1,0 +1,74 @@
+"""What a sweep runs and checks: right configs pass, and each kind of fault is found."""
+
+import pytest
+import torch
+
+from autotune_configs.chains import CHAINS, PASSES
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS
+from autotune_configs.problem import Problem
+from autotune_configs.workloads import workload_of
+
+CPU = torch.device("cpu")
+PROBLEMS = list(
+    dict.fromkeys(
+        problem
+        for name, shape in (
+            ("l94", (8, 64, 64)),
+            ("l75", (8, 64, 64)),
+            ("l30", (8, 64, 96)),
+            ("l19", (3, 16, 16, 5, 6, 3)),
+        )
+        for dtype in ("bfloat16", "float32")
+        for problem in CHAINS[name].problems(shape, dtype, PASSES)
+    )
+)
+
+
+def heuristic(problem):
+    return KERNELS[problem.kernel].heuristic(problem, Gpu.of(CPU))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_the_heuristics_config_is_right(problem):
+    workload = workload_of(problem, CPU)
+    assert workload.fault(heuristic(problem)) is None
+
+
+@pytest.mark.parametrize("problem", [problem for problem in PROBLEMS if problem.dtype == "bfloat16"], ids=str)
+def test_faults_are_found(problem):
+    workload, config = workload_of(problem, CPU), heuristic(problem)
+    assert workload.fault(config) is None
+    launch = workload.launch
+    workload.launch = lambda config: None
+    if problem.kernel != "image_statistics":  # whose results the launch makes
+        assert workload.fault(config) == "not everything is written"
+
+    def launch_and_disturb(config):
+        launch(config)
+        disturb(workload)
+
+    workload.launch = launch_and_disturb
+    assert "wrong" in workload.fault(config)
+
+
+def disturb(workload):
+    """One element is off by what it is."""
+    if workload.problem.kernel == "linear_group_norm_row_minimum":
+        (keys, _), *_ = workload.keys.values()
+        keys[:, 0] += 2**23  # twice or half the values of a row
+    elif workload.problem.kernel == "image_statistics":
+        workload.found[0][0] *= 2
+    else:
+        first = workload.output.flatten()[:50].abs().argmax()
+        place = torch.unravel_index(first, workload.output.shape)
+        workload.output[place] += 2 * workload.output.abs().max()
+
+
+def test_random_numbers_are_the_workloads_own():
+    """What the caller draws next does not depend on whether something was tuned before."""
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    workload_of(Problem("group_norm", "bfloat16", (4, 32, 8)), CPU)
+    assert torch.rand(1) == expected
