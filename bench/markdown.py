@@ -15,10 +15,11 @@ _HOST_BATCH = 16
 _INTRODUCTION = """\
 # Benchmarks
 
-Written by `python -m bench report` from the bench's JSON files: change those, not this page. Every result was checked \
-against float64 before it was timed. Times are of interleaved rounds with a cold L2 cache, ratios the median of the \
-rounds' own; below 1, normfuse is faster. `compile` is `torch.compile`, `compile-max` its max-autotune, and the best of \
-PyTorch that peer which normfuse is least ahead of. What each chain is, and what the sizes mean, says the README."""
+Written by `python -m bench report` from the bench's JSON files: change those, not this page. Every result was \
+checked against float64 before it was timed. Times are of interleaved rounds with a cold L2 cache, ratios the median \
+of the rounds' own; below 1, normfuse is faster. `compile` is `torch.compile`, `compile-max` its max-autotune, and \
+the best of PyTorch that peer which normfuse is least ahead of. What each chain is, and what the sizes mean, says the \
+README."""
 
 
 def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, drawn: Iterable[str]) -> str:
