@@ -197,23 +197,13 @@ def test_every_operator_has_samples():
     [pytest.param(name, each, id=f"{name}-{i}") for name in SAMPLES for i, each in enumerate(SAMPLES[name])],
 )
 def test_opcheck(name, arguments):
+    """With gradients, which checks all that it does without, wherever there are any."""
+    if name in DIFFERENTIABLE and is_for_training(name, arguments):
+        arguments = [
+            argument.clone().requires_grad_() if isinstance(argument, torch.Tensor) else argument
+            for argument in arguments
+        ]
     torch.library.opcheck(operator_of(name), tuple(arguments))
-
-
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        pytest.param(name, each, id=f"{name}-{i}")
-        for name in DIFFERENTIABLE
-        for i, each in enumerate(SAMPLES[name])
-        if is_for_training(name, each)
-    ],
-)
-def test_opcheck_with_gradients(name, arguments):
-    differentiable = [
-        argument.clone().requires_grad_() if isinstance(argument, torch.Tensor) else argument for argument in arguments
-    ]
-    torch.library.opcheck(operator_of(name), tuple(differentiable))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

@@ -33,6 +33,15 @@ GROUPINGS = (Problem(5, 16, 17, 4), Problem(5, 13, 3, 10), Problem(3, 16, 2, 150
 by_chain = pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 by_grouping = pytest.mark.parametrize("problem", GROUPINGS, ids=lambda problem: f"groups_of_{problem.group_size}")
+#: Every grouping in float32 and in one of the short dtypes, which are loaded alike.
+by_grouping_and_dtype = pytest.mark.parametrize(
+    "problem, dtype",
+    [
+        pytest.param(problem, dtype, id=f"groups_of_{problem.group_size}-{chain_id(dtype)}")
+        for problem, short in zip(GROUPINGS, (torch.bfloat16, torch.float16, torch.bfloat16), strict=True)
+        for dtype in (torch.float32, short)
+    ],
+)
 
 
 def same_places(ours, theirs, what):
@@ -188,8 +197,7 @@ def test_special_gradient_of_a_clipped_element(special, dtype):
         same_places(ours[name], theirs[name], name)
 
 
-@by_dtype
-@by_grouping
+@by_grouping_and_dtype
 @pytest.mark.parametrize("chain", [GROUP_NORM_HARDTANH, L30], ids=chain_id)
 def test_special_gradients_of_clipped_norms(chain, problem, dtype):
     """The same behind a norm, whose every gradient then stays what it is without those elements."""
@@ -204,8 +212,7 @@ def test_special_gradients_of_clipped_norms(chain, problem, dtype):
         assert torch.equal(result, expected[name]), name
 
 
-@by_dtype
-@by_grouping
+@by_grouping_and_dtype
 def test_special_gradient_of_a_clipped_product(problem, dtype):
     """L94 clips before its norm, which spreads an infinite gradient over its group; not to what was clipped there."""
     arguments = make_arguments(L94, Problem(1, problem.depth, problem.groups, problem.group_size), dtype)
@@ -247,8 +254,7 @@ def tied(problem, dtype, columns):
     return arguments
 
 
-@by_dtype
-@by_grouping
+@by_grouping_and_dtype
 def test_ties(problem, dtype):
     """Each row's gradient goes, whole, to one of the indices that hold its minimum, in any groups and tiles."""
     last = problem.channels - 1
@@ -273,8 +279,7 @@ def test_tie_goes_to_the_first():
     assert results["norm_bias"].nonzero().flatten().tolist() == [3]
 
 
-@by_dtype
-@by_grouping
+@by_grouping_and_dtype
 def test_argmin_holds_the_minimum(problem, dtype):
     """Of random rows, one at a time: what gets the gradient is no further from the least than rounding."""
     arguments = make_arguments(L75, problem, dtype)
@@ -287,8 +292,7 @@ def test_argmin_holds_the_minimum(problem, dtype):
         assert normalized[row, index] - normalized[row].min() <= 1e-2 * (1 if dtype == torch.bfloat16 else 0.1)
 
 
-@by_dtype
-@by_grouping
+@by_grouping_and_dtype
 def test_minimum_of_a_row_with_nan(problem, dtype):
     """A NaN is a row's minimum, wherever it stands, and the gradient goes to one of the NaNs."""
     for column in (0, problem.group_size, problem.channels - 1):
@@ -334,8 +338,7 @@ def test_mean_far_from_zero(chain, dtype):
     check(chain, arguments)
 
 
-@by_grouping
-@by_dtype
+@by_grouping_and_dtype
 def test_constant_groups(dtype, problem):
     """Nothing but the bias is left of a group without variance, and its gradient is finite: 1/sqrt(eps) at most."""
     arguments = make_arguments(GROUP_NORM, problem, dtype)
