@@ -152,7 +152,7 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
             pass
     except OSError as error:
         parser.error(f"cannot write to {tables.user_folder()}: {error.strerror}")
-    clock = sweep.time_on_host if INTERPRETED else sweep.time_on_gpu
+    interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
     with (
         reporting.SweepReport(gpu, tables.user_path(gpu), len(problems)) as report,
         Precompiler(gpu.architecture, options.processes) as precompiler,
@@ -163,8 +163,7 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
                 device,
                 budget=options.budget_seconds,
                 again=options.again,
-                clock=clock,
-                resources=None if INTERPRETED else precompiler,
+                **(interpreted if INTERPRETED else {"resources": precompiler}),
                 on_problem=report.begin,
                 on_outcome=report.add_outcome,
                 on_result=report.add_result,

@@ -21,11 +21,16 @@ Launch = tuple[Problem, Config]
 _MORE_SPILLED_BYTES = 64
 
 
-def compile_config(problem: Problem, config: Config, arch: int) -> tuple[int, str | None]:
+def compile_config(problem: Problem, config: Config, arch: int, all_launches: bool = True) -> tuple[int, str | None]:
     """Bytes spilled by a thread, at most, over all kernels that are launched; and what keeps it from running, if any
-    does."""
+    does. ``all_launches``: also those that keep more for the backward pass."""
+
+    def launch():
+        workload = workload_of(problem, torch.device("meta"))
+        (workload.launch_variants if all_launches else workload.launch)(config)
+
     try:
-        kernels = compile_launches(lambda: workload_of(problem, torch.device("meta")).launch_variants(config), arch)
+        kernels = compile_launches(launch, arch)
     except Exception as error:  # a compiler may refuse a config in any way
         return 0, f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     most = max(kernel.shared_memory for kernel in kernels)
@@ -52,27 +57,31 @@ class Precompiler:
         # Not forked: a process with a CUDA context or threads cannot be.
         return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
 
-    def compile(self, launches: list[Launch]) -> dict[Launch, tuple[int, str | None]]:
+    def compile(self, launches: list[Launch], all_launches: bool = True) -> dict[Launch, tuple[int, str | None]]:
         """What ``compile_config`` says of each."""
         if self._pool is None:
             self._pool = self._start(self._processes)
         try:
-            futures = {launch: self._pool.submit(compile_config, *launch, self._arch) for launch in launches}
+            futures = {
+                launch: self._pool.submit(compile_config, *launch, self._arch, all_launches) for launch in launches
+            }
             return {launch: future.result() for launch, future in futures.items()}
         except BrokenProcessPool:  # a compiler that dies takes the pool along: find out over which
             self._pool = None
-            return {launch: self._compile_alone(launch) for launch in launches}
+            return {launch: self._compile_alone(launch, all_launches) for launch in launches}
 
-    def _compile_alone(self, launch: Launch) -> tuple[int, str | None]:
+    def _compile_alone(self, launch: Launch, all_launches: bool) -> tuple[int, str | None]:
         with self._start(1) as pool:
             try:
-                return pool.submit(compile_config, *launch, self._arch).result()
+                return pool.submit(compile_config, *launch, self._arch, all_launches).result()
             except BrokenProcessPool:
                 return 0, "the compiler crashes"
 
-    def refused(self, problem: Problem, default: Config, configs: list[Config]) -> dict[Config, str]:
+    def refused(
+        self, problem: Problem, default: Config, configs: list[Config], all_launches: bool = False
+    ) -> dict[Config, str]:
         """The configs that are not to be run, and why: they do not compile or fit, or spill more than the default."""
-        compiled = self.compile([(problem, config) for config in dict.fromkeys([default, *configs])])
+        compiled = self.compile([(problem, config) for config in dict.fromkeys([default, *configs])], all_launches)
         allowed = compiled[problem, default][0] + _MORE_SPILLED_BYTES
         refused = {}
         for config in configs:

@@ -66,7 +66,7 @@ def bench(folder, monkeypatch):
 
 
 def run(bench, problems=(PROBLEM,), **options):
-    return sweep_and_store(problems, CPU, clock=bench.clock, **options)
+    return sweep_and_store(problems, CPU, prepare=lambda call: call, clock=bench.clock, **options)
 
 
 def stored():
@@ -126,7 +126,7 @@ def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
 
 def test_what_resources_refuse_does_not_run(bench):
     class Resources:
-        def refused(self, problem, default, configs):
+        def refused(self, problem, default, configs, all_launches=False):
             return {config: "spills 900 bytes a thread" for config in configs if config.num_warps == 8}
 
     (result,) = run(bench, resources=Resources())
@@ -201,3 +201,15 @@ def test_out_of_memory_is_no_fault_of_a_config(bench):
     bench.faults[HEURISTIC] = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
         run(bench)
+
+
+def test_the_best_must_serve_every_launch(bench):
+    """That of the backward pass's values too, whose resources are asked for at the end."""
+
+    class Resources:
+        def refused(self, problem, default, configs, all_launches=False):
+            return {BEST: "too much shared memory"} if all_launches and BEST in configs else {}
+
+    (result,) = run(bench, resources=Resources())
+    assert BEST in bench.launched
+    assert GroupNormConfig(**result.entry.config) != BEST and result.entry.ratio < 1
