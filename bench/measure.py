@@ -84,6 +84,12 @@ def _parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
     parser.add_argument("--peers", type=names(PEERS), default=",".join(peers), help="of " + ", ".join(PEERS))
     parser.add_argument("--rounds", type=positive, default=rounds, help="timed calls of each peer")
     parser.add_argument("--json", type=Path, metavar="PATH", help="keep the rows here; rewritten after every cell")
+    parser.add_argument(
+        "--turns",
+        type=Path,
+        metavar="FILE",
+        help="hold this file's lock to check and time, so that processes that share a GPU compile side by side",
+    )
     options = parser.parse_args(arguments)
     if options.grid:
         _choose_grid(options, parser)
@@ -130,4 +136,5 @@ def main(arguments: list[str]) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which is not done before
     from bench.run import run
 
-    return run(_cells(options), options.peers, options.rounds, torch.device("cuda" if on_gpu else "cpu"), options.json)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return run(_cells(options), options.peers, options.rounds, device, options.json, options.turns)

@@ -17,12 +17,23 @@ from bench.files import write_json
 from bench.measurement import Measurement
 from bench.peers import LIBRARY, OURS, bind_ours, bind_reference, make_call, measure_memory
 from bench.timing import time_host, time_rounds, warm_up
+from bench.turns import turn
 
 _WIDTH_WHEN_NO_TERMINAL = 200
 
 
-def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, json_path: Path | None) -> int:
-    """Measure the cells and print what was found; returns the exit status, 1 if a check is red."""
+def run(
+    cells: list[Cell],
+    peers: list[str],
+    rounds: int,
+    device: torch.device,
+    json_path: Path | None,
+    turns: Path | None = None,
+) -> int:
+    """Measure the cells and print what was found; returns the exit status, 1 if a check is red.
+
+    ``turns`` is the file whose lock is held to check and time: see ``bench.turns``.
+    """
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
     header = make_header(device)
     measurements: list[Measurement] = []
@@ -35,6 +46,11 @@ def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, 
         save()
     except OSError as error:
         return cannot_write("bench", json_path, error)
+    try:
+        with turn(turns):
+            pass
+    except OSError as error:
+        return cannot_write("bench", turns, error)
     console.print(escape(", ".join(f"{name} {value}" for name, value in header.items() if value)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -42,7 +58,7 @@ def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, 
             task = progress.add_task("", total=len(cells))
             for cell in cells:
                 progress.update(task, description=str(cell))
-                measurements.append(_measure(cell, peers, rounds, device))
+                measurements.append(_measure(cell, peers, rounds, device, turns))
                 save()
                 progress.console.print(tables.summary(measurements[-1]))
                 progress.advance(task)
@@ -55,22 +71,30 @@ def run(cells: list[Cell], peers: list[str], rounds: int, device: torch.device, 
     return int(any(measurement.is_red for measurement in measurements))
 
 
-def _measure(cell: Cell, peers: list[str], rounds: int, device: torch.device) -> Measurement:
+def _measure(cell: Cell, peers: list[str], rounds: int, device: torch.device, turns: Path | None) -> Measurement:
     torch._dynamo.reset()
     measurement = Measurement(cell)
     with cell.chain.float32_precision(cell.precision):
         try:
             problem = make_problem(cell, device)
-            measurement.check = check(cell, problem, bind_ours(cell), bind_reference(cell))
+            with turn(turns):
+                measurement.check = check(cell, problem, bind_ours(cell), bind_reference(cell))
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
             measurement.failures[OURS] = _reason(error)
         if not measurement.is_red:
             torch.cuda.empty_cache()  # what float64 took, which libraries could want for workspaces
-            _time(measurement, problem, peers, rounds, device)
+            _time(measurement, problem, peers, rounds, device, turns)
     return measurement
 
 
-def _time(measurement: Measurement, problem: Problem, peers: list[str], rounds: int, device: torch.device) -> None:
+def _time(
+    measurement: Measurement,
+    problem: Problem,
+    peers: list[str],
+    rounds: int,
+    device: torch.device,
+    turns: Path | None = None,
+) -> None:
     calls = {}
     for peer in (OURS, *peers):
         try:
@@ -83,9 +107,10 @@ def _time(measurement: Measurement, problem: Problem, peers: list[str], rounds: 
         else:
             calls[peer] = call
     if OURS in calls:
-        measurement.times = time_rounds(calls, rounds, device)
-        if device.type == "cuda":
-            measurement.host_times = time_host(calls, torch.cuda.synchronize)
+        with turn(turns):
+            measurement.times = time_rounds(calls, rounds, device)
+            if device.type == "cuda":
+                measurement.host_times = time_host(calls, torch.cuda.synchronize)
 
 
 def _reason(error: Exception) -> str:
