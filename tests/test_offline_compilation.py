@@ -128,8 +128,8 @@ def heuristic_gemms():
             widest = WIDEST_FUSED_GROUP if kernel == "group_norm_row_minimum" else WIDEST_TILE
             # L30's epilogue is L94's without its functions before the norm: the widest groups stand for the others.
             for group_size in (widest,) if kernel == "group_norm_hardtanh" else (16, 32, widest):
-                yield Gemm(kernel, dtype, 1024, 8192, 8192, group_size)
                 yield Gemm(kernel, dtype, 1024, 8192, 8192, group_size, saved=True)
+            yield Gemm(kernel, dtype, 1024, 8192, 8192, widest)  # what is not saved takes no registers
             yield Gemm(kernel, dtype, 16, 8192, 8192, widest, saved=True)
             for group_size in (widest,) if kernel == "group_norm_hardtanh" else (32, widest):
                 yield Gemm(kernel, dtype, 1024, 8192, 77, group_size, saved=True)
@@ -182,7 +182,7 @@ def group_norm_launches(dtype, M, C, group_size, *functions):
 def wide_group_norm_launches(dtype):
     images = torch.empty(32, 64, 56 * 56, dtype=dtype, device=META)
     vector = torch.empty(64, dtype=dtype, device=META)
-    for activation, final in ((IDENTITY, IDENTITY), (IDENTITY, HARDTANH), (GELU, IDENTITY), (GELU_TANH, IDENTITY)):
+    for activation, final in ((IDENTITY, HARDTANH), (GELU, IDENTITY), (GELU_TANH, IDENTITY)):
         options = {"activation": activation, "final": final, "bounds": (-1.0, 1.0)}
         wide_group_norm.wide_group_norm(images, 8, vector, vector, 1e-5, output=images, **options)
         wide_group_norm.wide_group_norm_backward(
@@ -219,10 +219,10 @@ def row_minimum_launches(dtype, group_size):
 
 
 WIDEST = "groups8192"
-PLAIN, BEFORE, AFTER = {}, {"activation": HARDTANH_MISH}, {"final": HARDTANH}
+BEFORE, AFTER = {"activation": HARDTANH_MISH}, {"final": HARDTANH}
 
 OTHERS = {
-    "groups10": lambda dtype: group_norm_launches(dtype, 1000, 8190, 10, PLAIN, BEFORE, AFTER),
+    "groups10": lambda dtype: group_norm_launches(dtype, 1000, 8190, 10, BEFORE, AFTER),
     "groups32": lambda dtype: group_norm_launches(dtype, 1024, 8192, 32, BEFORE),
     "groups512": lambda dtype: group_norm_launches(dtype, 1024, 8192, 512, AFTER),
     WIDEST: lambda dtype: group_norm_launches(dtype, 1024, 8192, 8192, BEFORE),

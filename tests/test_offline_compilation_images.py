@@ -54,37 +54,47 @@ def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):
 
 
 @by_architecture
-@by_format
 @pytest.mark.parametrize(
-    "dtype, direct",
-    [(torch.bfloat16, True), (torch.float16, True), (torch.float32, True), (torch.float32, False)],
-    ids=["bfloat16", "float16", "tf32", "float32"],
+    "dtype, direct, z_format",
+    [
+        (torch.bfloat16, True, CHANNELS_LAST),
+        (torch.float16, True, CHANNELS_LAST),
+        (torch.float32, True, CHANNELS_LAST),
+        (torch.float32, False, CHANNELS_LAST),
+        (torch.float32, False, CONTIGUOUS),
+    ],
+    ids=["bfloat16", "float16", "tf32", "float32-channels_last", "float32-contiguous"],
 )
-def test_image_group_norm(dtype, direct, format, arch):
+def test_image_group_norm(dtype, direct, z_format, arch):
     """As L19 calls it: where z is made directly it is always channels_last, else of its input's format, as the result.
 
-    The gradient comes in z's format, and the library's z is without the convolution's bias.
+    The gradient comes in z's format, and the library's z is without the convolution's bias. The other GELU is the same
+    in every dtype.
     """
-    z = images(dtype, CHANNELS_LAST if direct else format, size=SIZE + 2).flatten(2)
+    z = images(dtype, z_format, size=SIZE + 2).flatten(2)
     stored = nearest_tf32 if direct and dtype == torch.float32 else identity
-    output = images(dtype, format, size=SIZE + 2).flatten(2)
+    formats = (CHANNELS_LAST, CONTIGUOUS) if direct else (z_format,)
+    outputs = [images(dtype, format, size=SIZE + 2).flatten(2) for format in formats]
+    activations = (GELU_OF[dtype],) if dtype == torch.float16 else (GELU_OF[dtype], GELU_TANH)
     vector = vectors(dtype)
     B, C, S = z.shape
-    alone, both = ImageNormConfig.fit(z), ImageNormConfig.fit(z, output)
+    alone = ImageNormConfig.fit(z)
     norm_sums = torch.empty(2, B, alone.strips(S), C, device=META)
     bias_sums = torch.empty(B, alone.strips(S), C, device=META)
 
     def launch():
-        for activation in (GELU_OF[dtype], GELU_TANH):
+        for activation in activations:
             options = {"activation": activation, "input_bias": None if direct else vector}
             statistics = image_group_norm.image_statistics(z, 8, 1e-5, alone, **options)
             arguments = (statistics, vector, vector)
-            image_group_norm.image_group_norm(z, *arguments, both, output=output, **options)
+            for output in outputs:
+                config = ImageNormConfig.fit(z, output)
+                image_group_norm.image_group_norm(z, *arguments, config, output=output, **options)
             options = {**options, "norm_sums": norm_sums, "bias_sums": bias_sums, "stored": stored}
             image_group_norm.image_group_norm_backward(z, z, *arguments, alone, input_gradient=z, **options)
 
     kernels = compile_launches(launch, arch)
-    assert len(kernels) == 2 * 6
+    assert len(kernels) == len(activations) * (5 + len(outputs))
     assert_fit_without_spills(kernels)
 
 
@@ -107,19 +117,29 @@ def test_image_copy(source, target, size, arch):
 
 @by_architecture
 @by_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("channels", [(CHANNELS, CHANNELS), (37, 44)], ids=["target", "odd"])
-def test_convolution(channels, dtype, format, arch):
-    """Of either format, with statistics and without."""
+@pytest.mark.parametrize(
+    "dtype, channels",
+    [
+        (torch.bfloat16, (CHANNELS, CHANNELS)),
+        (torch.float16, (CHANNELS, CHANNELS)),
+        (torch.float32, (CHANNELS, CHANNELS)),
+        (torch.bfloat16, (37, 44)),
+        (torch.float32, (37, 44)),
+    ],
+    ids=str,
+)
+def test_convolution(dtype, channels, format, arch):
+    """With statistics, and for the target's channels and format without."""
     in_channels, out_channels = channels
     input = images(dtype, format, channels=in_channels)
     output = images(dtype, channels=out_channels, size=SIZE + 2)
     config = ConvolutionConfig.fit(*channels)
     tiles = config.tiles((SIZE + 2) ** 2)
     weight = torch.empty(3, 3, out_channels, in_channels, dtype=dtype, device=META)
+    without = (None,) if channels == (CHANNELS, CHANNELS) and format == CHANNELS_LAST else ()
 
     def launch():
-        for partials in (None, PartialStatistics.empty(SAMPLES, tiles, out_channels, META)):
+        for partials in (PartialStatistics.empty(SAMPLES, tiles, out_channels, META), *without):
             convolution.convolution(
                 input,
                 weight,
@@ -133,7 +153,7 @@ def test_convolution(channels, dtype, format, arch):
             )
 
     kernels = compile_launches(launch, arch)
-    assert len(kernels) == 2
+    assert len(kernels) == 1 + len(without)
     # Rows at no multiple of 16 bytes come element by element: each has an address and a mask of its own.
     assert_fit_without_spills(kernels, allowed_spill=0 if channels == (CHANNELS, CHANNELS) else 16)
     for kernel in kernels:
@@ -179,27 +199,29 @@ class HopperConvolution:
         )
 
 
+#: What the target's own launches (test_direct_convolution) are without.
+VARIANTS = [
+    HopperConvolution(statistics=False),
+    HopperConvolution(bias=False),
+    HopperConvolution(format=CONTIGUOUS, out_size=SIZE),
+]
+#: What tests/test_gpu_images.py launches.
+SMALLER = [
+    HopperConvolution(StrideOneConvolution((2, 3), (1, 1), (0, 0)), 40, 72),
+    HopperConvolution(StrideOneConvolution((3, 2), (2, 1), (0, 0)), 40, 72),
+    HopperConvolution(StrideOneConvolution((3, 3), (2, 2), (0, 0))),
+    HopperConvolution(StrideOneConvolution((1, 1), (1, 1), (0, 0)), 128, 64),
+    HopperConvolution(StrideOneConvolution((1, 5), (1, 1), (0, 0))),
+]
+#: float16 differs from bfloat16 by the epilogue's GELU alone.
+HOPPER_CONVOLUTIONS = [
+    *((problem, dtype) for problem in VARIANTS for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    *((problem, dtype) for problem in SMALLER for dtype in (torch.bfloat16, torch.float32)),
+]
+
+
 @with_copies
-@pytest.mark.parametrize(
-    "problem",
-    [
-        HopperConvolution(),
-        HopperConvolution(statistics=False),
-        HopperConvolution(bias=False),
-        HopperConvolution(format=CONTIGUOUS, out_size=SIZE),
-        # The input's gradient, as L19 calls it.
-        HopperConvolution(out_size=SIZE, statistics=False, bias=False),
-        HopperConvolution(format=CONTIGUOUS, out_size=SIZE, statistics=False, bias=False),
-        # What tests/test_gpu_images.py launches.
-        HopperConvolution(StrideOneConvolution((2, 3), (1, 1), (0, 0)), 40, 72),
-        HopperConvolution(StrideOneConvolution((3, 2), (2, 1), (0, 0)), 40, 72),
-        HopperConvolution(StrideOneConvolution((3, 3), (2, 2), (0, 0))),
-        HopperConvolution(StrideOneConvolution((1, 1), (1, 1), (0, 0)), 128, 64),
-        HopperConvolution(StrideOneConvolution((1, 5), (1, 1), (0, 0))),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("problem, dtype", HOPPER_CONVOLUTIONS, ids=str)
 def test_convolution_hopper(problem, dtype):
     (kernel,) = compile_launches(lambda: problem.launch(dtype), 90)
     assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if problem.statistics else 0)
@@ -213,11 +235,16 @@ def test_convolution_hopper_without_staging(problem):
     assert_multiplies_as_hopper_does(kernel)
 
 
+#: Taps and columns make the tile; what accumulates loads in addition, and float16 takes bfloat16's instructions.
+WEIGHT_GRADIENTS = [
+    *((taps, columns, True, torch.bfloat16) for taps in ((1, 1), (2, 3), (3, 2), (3, 3)) for columns in (8, 16, 32)),
+    *(((3, 3), columns, False, torch.bfloat16) for columns in (8, 16, 32)),
+    *(((3, 3), columns, True, torch.float16) for columns in (8, 16, 32)),
+]
+
+
 @with_copies
-@by_short_dtype
-@pytest.mark.parametrize("accumulate", [False, True], ids=["first", "accumulate"])
-@pytest.mark.parametrize("columns", [8, 16, 32])
-@pytest.mark.parametrize("kernel_size", [(1, 1), (2, 3), (3, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("kernel_size, columns, accumulate, dtype", WEIGHT_GRADIENTS, ids=str)
 def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
     def launch():
         input = torch.empty(SAMPLES, SIZE, SIZE, CHANNELS, dtype=dtype, device=META)
