@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import platformdirs
-
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
@@ -68,7 +66,11 @@ def shipped_path(gpu: Gpu) -> Path:
 def user_folder() -> Path:
     """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder."""
     named = os.environ.get(FOLDER_VARIABLE)
-    return Path(named) if named else Path(platformdirs.user_cache_dir("normfuse")) / "tables"
+    if named:
+        return Path(named)
+    import platformdirs  # not to be loaded by ``import ops``
+
+    return Path(platformdirs.user_cache_dir("normfuse")) / "tables"
 
 
 def user_path(gpu: Gpu) -> Path:

@@ -45,4 +45,4 @@ def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *ar
 
 def fuses_into_product(config: LinearConfig, group_size: int, input: torch.Tensor) -> bool:
     """Whether the product's kernel can do all the rest: its tiles hold whole groups, and it does the product at all."""
-    return config.holds_groups_of(group_size) and not precision.library_multiplies(input.dtype, input.shape[-1])
+    return config.holds_groups_of(group_size) and not precision.library_multiplies(input.dtype, *input.shape)

@@ -4,10 +4,10 @@ import torch
 
 from triton_kernels.device import INTERPRETED
 
-#: How tl.dot multiplies float32 matrices to float32 accuracy on tensor cores: three TF32 products, added in float32.
+#: How float32 matrices are multiplied to float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
-#: From this depth on that is at least as accurate as the library; the interpreter multiplies float32 as it is.
-SHALLOWEST_FLOAT32 = 0 if INTERPRETED else 512
+#: From this depth and these rows on float32 products are the kernel's; in the interpreter, all are.
+SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 8)
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
@@ -16,17 +16,20 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
     return on_device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def library_multiplies(dtype: torch.dtype, depth: int) -> bool:
-    """Whether products of this dtype over ``depth`` terms are the library's: float32 ones, for accuracy, in two cases.
+def library_multiplies(dtype: torch.dtype, rows: int, depth: int) -> bool:
+    """Whether products of so many rows, over ``depth`` terms, are the library's: float32 ones, in three cases.
 
     Where PyTorch is set to use TF32, since the tensor cores cut operands off to TF32 where the library rounds them:
     5.6e-4 against 2.9e-4 of error at depth 8192 (H200), and rounding in the kernel would take longer than the product.
-    And where few terms are added: three TF32 products are wrong by about 2e-7 at any depth, the library's sum of
-    float32 products by less than that below some hundred terms (6e-7 at 1024).
+    Where few terms are added: three TF32 products are wrong by about 1e-7 at any depth, the library's sum of float32
+    products by less than that below some hundred terms (6e-7 at 1024). And for a few rows, a matrix times vectors: all
+    time goes into reading the weight, and the library spreads that over the GPU (in half the time at 1 x 2048 x 2048),
+    and adds up more exactly.
     """
     if dtype != torch.float32:
         return False
-    return depth < SHALLOWEST_FLOAT32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    is_small = rows < FEWEST_FLOAT32_ROWS or depth < SHALLOWEST_FLOAT32
+    return is_small or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def convolutions_allow_tf32() -> bool:

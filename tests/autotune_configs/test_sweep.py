@@ -10,10 +10,11 @@ from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import sweep_and_store
+from triton_kernels.device import SHARED_MEMORY
 from triton_kernels.group_norm import GroupNormConfig
 
 CPU = torch.device("cpu")
-GPU = Gpu.of(CPU)
+GPU = Gpu("cpu", 90, 3, SHARED_MEMORY[90])  # what the interpreter runs on
 PROBLEM = Problem("group_norm", "bfloat16", (1024, 8192, 32))
 OTHER = Problem("group_norm", "bfloat16", (64, 8192, 32))
 HEURISTIC = KERNELS["group_norm"].heuristic(PROBLEM, GPU)
@@ -72,6 +73,10 @@ def run(bench, problems=(PROBLEM,), **options):
 def stored():
     tables.read.cache_clear()
     return {entry.problem: entry for entry in tables.read(tables.user_path(GPU))}
+
+
+def test_the_interpreters_gpu():
+    assert Gpu.of(CPU) == GPU
 
 
 def test_climbs_to_the_best(bench):

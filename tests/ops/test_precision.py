@@ -22,16 +22,18 @@ def test_without_the_interpreter_the_cpu_takes_the_reference(monkeypatch):
 @pytest.mark.parametrize("setting, library", [("highest", False), ("high", True), ("medium", True)])
 def test_the_library_multiplies_tf32(setting, library):
     torch.set_float32_matmul_precision(setting)
-    assert precision.library_multiplies(torch.float32, 8192) is library
-    assert not precision.library_multiplies(torch.bfloat16, 8192)
-    assert not precision.library_multiplies(torch.float16, 8192)
+    assert precision.library_multiplies(torch.float32, 1024, 8192) is library
+    assert not precision.library_multiplies(torch.bfloat16, 1024, 8192)
+    assert not precision.library_multiplies(torch.float16, 1024, 8192)
 
 
-def test_shallow_float32_products_are_the_librarys(monkeypatch):
+def test_small_float32_products_are_the_librarys(monkeypatch):
     monkeypatch.setattr(precision, "SHALLOWEST_FLOAT32", 512)
-    assert precision.library_multiplies(torch.float32, 511)
-    assert not precision.library_multiplies(torch.float32, 512)
-    assert not precision.library_multiplies(torch.bfloat16, 8)
+    monkeypatch.setattr(precision, "FEWEST_FLOAT32_ROWS", 8)
+    assert precision.library_multiplies(torch.float32, 8, 511)
+    assert precision.library_multiplies(torch.float32, 7, 512)
+    assert not precision.library_multiplies(torch.float32, 8, 512)
+    assert not precision.library_multiplies(torch.bfloat16, 1, 8)
 
 
 @pytest.fixture
