@@ -1,0 +1,122 @@
+"""Tuning in place: off unless asked for, each problem once, never while a graph is captured."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import autotune_configs
+from autotune_configs import lookup, sweep, tables, tuning
+from autotune_configs.gpus import Gpu
+from autotune_configs.problem import Problem
+from tests.autotune_configs.entries import GPU, entry
+from triton_kernels.group_norm import GroupNormConfig
+
+PROBLEM = Problem("group_norm", "bfloat16", (1024, 8192, 64))
+CUDA = torch.device("cuda", 0)
+FOUND = GroupNormConfig(2, 512, 4, num_warps=2)
+
+
+@pytest.fixture
+def swept(folder, monkeypatch):
+    """The problems that are swept, where a GPU is made believe."""
+    problems = []
+
+    def sweep_and_store(wanted, device, budget):
+        assert device == CUDA and 0 < budget <= 20
+        problems.extend(wanted)
+        assert not tuning.is_on(), "what the sweep itself runs is not tuned"
+        for problem in wanted:
+            tables.store(tables.user_path(GPU), GPU, entry(FOUND, problem))
+
+    monkeypatch.setattr(sweep, "sweep_and_store", sweep_and_store)
+    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(tuning, "_tried", set())
+    return problems
+
+
+def look_up(M=1024):
+    return autotune_configs.group_norm_config("group_norm", torch.bfloat16, M, 8192, 64, CUDA)
+
+
+def test_off_by_default(swept):
+    assert not tuning.is_on()
+    look_up()
+    assert swept == []
+
+
+def test_an_unseen_problem_is_tuned_once(swept):
+    with autotune_configs.tune_unseen_problems():
+        assert tuning.is_on()
+        assert look_up() == FOUND
+        assert look_up() == FOUND
+        assert swept == [PROBLEM]
+    assert not tuning.is_on()
+    assert look_up() == FOUND, "it serves from then on"
+
+
+def test_what_a_table_has_is_not_tuned(swept):
+    tables.store(tables.user_path(GPU), GPU, entry(FOUND, PROBLEM))
+    with autotune_configs.tune_unseen_problems():
+        look_up()
+    assert swept == []
+
+
+def test_a_near_entry_is_not_enough(swept):
+    tables.store(tables.user_path(GPU), GPU, entry(FOUND, PROBLEM))
+    with autotune_configs.tune_unseen_problems():
+        look_up(M=2048)
+    assert [problem.sizes[0] for problem in swept] == [2048]
+
+
+def test_never_while_a_graph_is_captured(swept, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with autotune_configs.tune_unseen_problems():
+        look_up()
+        assert swept == []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        look_up()
+        assert swept == [PROBLEM], "but afterwards"
+
+
+def test_not_without_a_gpu(folder, monkeypatch):
+    monkeypatch.setattr(sweep, "sweep_and_store", lambda *arguments, **options: pytest.fail("tuned"))
+    with autotune_configs.tune_unseen_problems():
+        autotune_configs.group_norm_config("group_norm", torch.bfloat16, 1024, 8192, 64, torch.device("cpu"))
+
+
+def test_an_empty_problem_is_not_tuned(swept):
+    with autotune_configs.tune_unseen_problems():
+        look_up(M=0)
+    assert swept == []
+
+
+@pytest.mark.parametrize("error", [PermissionError("read-only"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_failure_is_told_once_and_the_call_goes_on(swept, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(sweep, "sweep_and_store", fail)
+    before = lookup.find(PROBLEM, GPU).config
+    with autotune_configs.tune_unseen_problems():
+        with pytest.warns(RuntimeWarning):
+            assert look_up() == before
+        assert look_up() == before
+
+
+def test_can_be_switched_off_within(swept):
+    with autotune_configs.tune_unseen_problems(), autotune_configs.tune_unseen_problems(False):
+        look_up()
+    assert swept == []
+
+
+@pytest.mark.parametrize("value, is_on", [("1", True), ("0", False), ("", False)])
+def test_environment(value, is_on):
+    code = "from autotune_configs import tuning; print(tuning.is_on())"
+    environment = {**os.environ, tuning.SWITCH_VARIABLE: value}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == str(is_on)
