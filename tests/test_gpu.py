@@ -173,6 +173,14 @@ def test_one_row(chain, dtype):
     check_inference(chain, arguments)
 
 
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("chain, group_size", [(L94, 32), (L75, 16), (L30, 512)], ids=["L94", "L75", "L30"])
+def test_few_rows_in_float32(chain, group_size, rows):
+    """The library is most accurate where it adds a product up in several parts; ours must not be off in one direction,
+    which the norm forgives a whole row of, but no gradient."""
+    check_training(chain, arguments_of(chain, Problem(rows, 2048, 2048 // group_size, group_size), torch.float32))
+
+
 @without_float16
 @pytest.mark.parametrize(
     "chain, groups, group_size", [(L94, 255, 32), (L75, 510, 16), (L30, 16, 510)], ids=["L94", "L75", "L30"]
