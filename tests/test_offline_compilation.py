@@ -156,7 +156,7 @@ def test_tables(table, gemm):
     check(gemm, TABLE_ARCHITECTURES[table])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", (*ARCHITECTURES, 89))
 @pytest.mark.parametrize("gemm", list(heuristic_gemms()), ids=str)
 def test_heuristics(gemm, arch):
     check(gemm, arch)
