@@ -33,24 +33,40 @@ def find(problem: Problem, gpu: Gpu) -> Found:
     """The config for a problem: the user's entry for just this problem, the shipped one, the nearest of all entries of
     the same kernel, dtype, precision and layout that is valid here, or the heuristic's."""
     kernel = KERNELS[problem.kernel]
-    candidates = []
+    logarithms = _logarithms(problem.sizes)
+    near = []
+    for number, (entry, table, its_logarithms) in enumerate(_entries(gpu).get(_kind(problem), ())):
+        distance = sum(abs(mine - its) for mine, its in zip(logarithms, its_logarithms, strict=True))
+        if distance <= _NEAR:
+            near.append((distance, number, entry, table))
+    # The first of those that are equally near: the user's own come before the shipped ones.
+    for _, _, entry, table in sorted(near, key=lambda each: each[:2]):
+        config = kernel.config_of(entry.config, problem, gpu)
+        if config is not None:
+            return Found(config, entry, table)
+    return Found(kernel.heuristic(problem, gpu))
+
+
+@functools.cache
+def _entries(gpu: Gpu) -> dict[tuple, list[tuple[Entry, str, tuple[float, ...]]]]:
+    """All entries for a GPU, with the tables that they are from and the logarithms of their sizes, by what is no size;
+    the user's own first."""
+    found = {}
     for path in (tables.user_path(gpu), tables.shipped_path(gpu)):
         for entry in tables.read(path):
-            distance = _distance(problem, entry.problem)
-            if distance <= _NEAR and (config := kernel.config_of(entry.config, problem, gpu)) is not None:
-                candidates.append((distance, Found(config, entry, str(path))))
-    # The first of those that are equally near: the user's own come before the shipped ones.
-    nearest = min(candidates, key=lambda candidate: candidate[0], default=None)
-    return nearest[1] if nearest else Found(kernel.heuristic(problem, gpu))
+            kernel = KERNELS.get(entry.problem.kernel)
+            if kernel and len(entry.problem.sizes) == len(kernel.size_names):
+                item = entry, str(path), _logarithms(entry.problem.sizes)
+                found.setdefault(_kind(entry.problem), []).append(item)
+    return found
 
 
-def _distance(problem: Problem, other: Problem) -> float:
-    """Doublings from one problem's sizes to the other's; infinite where what is no size differs."""
-    mine, its = ((each.kernel, each.dtype, each.precision, each.layout) for each in (problem, other))
-    if mine != its or len(problem.sizes) != len(other.sizes):
-        return math.inf
-    pairs = zip(problem.sizes, other.sizes, strict=True)
-    return sum(abs(math.log2(max(1, size) / other_size)) for size, other_size in pairs)
+def _kind(problem: Problem) -> tuple:
+    return problem.kernel, problem.dtype, problem.precision, problem.layout
+
+
+def _logarithms(sizes: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(math.log2(max(1, size)) for size in sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,6 +79,7 @@ def _config(
 def forget() -> None:
     """Read the tables again at the next call: one of them, or where they are, has changed."""
     tables.read.cache_clear()
+    _entries.cache_clear()
     _config.cache_clear()
 
 

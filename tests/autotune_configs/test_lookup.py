@@ -27,6 +27,7 @@ def table(folder, monkeypatch):
 
 
 def find(**sizes):
+    lookup.forget()
     return lookup.find(linear_problem(**sizes), GPU)
 
 
@@ -68,6 +69,7 @@ def test_what_is_no_size_must_be_the_same(table):
     assert find(kernel="linear_group_norm_hardtanh").config == FIRST
     images = 8, 64, 4096, 8
     table += [entry(ImageNormConfig(8, 64), Problem("image_statistics", "bfloat16", images, None, "contiguous"))]
+    lookup.forget()
     assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "contiguous"), GPU).entry
     assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "channels_last"), GPU).entry is None
 
