@@ -39,7 +39,7 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
     }
     if is_direct:
         z, partials = direct_convolution.forward(input, weight, conv_bias, geometry, options["activation"])
-        statistics = partials.merge(num_groups, z[0, 0].numel(), eps)
+        statistics = partials.merge(num_groups, z.shape[2:].numel(), eps)
     else:
         z = convolution.conv_transpose2d(input, weight, geometry)
         values = z.flatten(2)
@@ -81,8 +81,8 @@ def _backward_kernels(
     values = z.flatten(2)
     B, C, S = values.shape
     config = image_norm_config("image_group_norm_backward", C // num_groups, values)
-    norm_sums = torch.empty(2, B, config.strips(S), C, dtype=torch.float32, device=z.device)
-    bias_sums = torch.empty(1, B, config.strips(S), C, dtype=torch.float32, device=z.device)
+    sums = torch.empty(3, B, config.strips(S), C, dtype=torch.float32, device=z.device)
+    bias_sums, norm_sums = sums[0], sums[1:]
 
     def z_gradients(samples, target, stored=identity):
         # Copied first where z is channels_last and it is not: passes over mixed formats take longer.
@@ -96,7 +96,7 @@ def _backward_kernels(
             config,
             input_gradient=target.flatten(2),
             norm_sums=norm_sums[:, samples],
-            bias_sums=bias_sums[0, samples],
+            bias_sums=bias_sums[samples],
             activation=_activation(approximate, z.dtype),
             input_bias=None if is_direct else conv_bias,
             stored=stored,
@@ -108,8 +108,8 @@ def _backward_kernels(
         z_gradient = torch.empty_like(z)
         z_gradients(slice(0, B), z_gradient)
         gradients = convolution.conv_transpose2d_gradients(z_gradient, input, weight, geometry, wanted)
-    sums = torch.cat([_sums_over_samples_and_pixels(bias_sums), _sums_over_samples_and_pixels(norm_sums)])
-    return *(input.new_empty(0) if gradient is None else gradient for gradient in gradients), sums
+    gradients = (input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return *gradients, _sums_over_samples_and_pixels(sums)
 
 
 def _backward_fake(gradient, input, weight, z, *arguments):

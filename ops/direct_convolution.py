@@ -69,9 +69,9 @@ def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: Conv
     """Whether the kernel for Hopper takes the images, once they are copied; their sizes do not matter for that."""
     if not runs_hopper_kernels(input.device):
         return False
-    hopper, _ = _hopper_kernels()
+    convolution_hopper, _ = _hopper_kernels()
     images = (_empty_channels_last((1, channels, 1, 1), input) for channels in weight.shape[:2])
-    return hopper.supports(*images, forward_convolution(geometry))
+    return convolution_hopper.supports(*images, forward_convolution(geometry))
 
 
 def _hopper_kernels():
@@ -97,12 +97,12 @@ def _input_gradient_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneC
 def _spans(image: torch.Tensor) -> Iterator[slice]:
     """The samples, as many at a time as make ``_BYTES_AT_ONCE``."""
     samples = image.shape[0]
-    count = max(1, _BYTES_AT_ONCE // (image[0].numel() * image.element_size()))
+    count = max(1, _BYTES_AT_ONCE // (image.shape[1:].numel() * image.element_size()))
     return (slice(first, min(first + count, samples)) for first in range(0, samples, count))
 
 
-def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity) -> None:
@@ -132,7 +132,7 @@ def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The bfloat16 images that a float32 image is the sum of; another is all of itself. In channels_last."""
     if image.dtype != torch.float32:
         return (_in_channels_last(image),)
-    parts = tuple(torch.empty_like(image, dtype=torch.bfloat16, memory_format=torch.channels_last) for _ in range(2))
+    parts = tuple(_empty_channels_last(image.shape, image, torch.bfloat16) for _ in range(2))
     views = [each.flatten(2) for each in (image, *parts)]
     split_image(*views, ImageNormConfig.fit(*views))
     return parts
@@ -160,16 +160,17 @@ def forward(
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
     on_hopper = runs_hopper_kernels(input.device)
     if on_hopper:
-        hopper, _ = _hopper_kernels()
-    if not on_hopper or not hopper.supports(in_format, z, problem):
+        convolution_hopper, _ = _hopper_kernels()
+    if not on_hopper or not convolution_hopper.supports(in_format, z, problem):
         config = convolution_config(input, z, geometry.kernel_size)
         partials = PartialStatistics.empty(B, config.tiles(height * width), channels, input.device)
         convolution(input, taps, bias, problem, config, output=z, partials=partials, activation=activation)
         return z, partials
-    partials = PartialStatistics.empty(B, hopper.partial_count(in_format, z, problem), channels, input.device)
+    places = convolution_hopper.partial_count(in_format, z, problem)
+    partials = PartialStatistics.empty(B, places, channels, input.device)
     for span in [slice(0, B)] if as_it_lies else _spans(input):
-        hopper.convolution_hopper(
-            _as_operand(input[span]),
+        convolution_hopper.convolution_hopper(
+            input if as_it_lies else _as_operand(input[span]),
             taps,
             bias,
             problem,
@@ -193,14 +194,15 @@ def backward(
     ``z_gradients(samples, target, stored)`` writes those of z to ``target``, each after the pointwise function
     ``stored``; it is called for a few samples at a time, for all of them in the end.
     """
-    _, hopper = _hopper_kernels()
-    config = hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
+    _, weight_gradient_hopper = _hopper_kernels()
+    config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     problem = _input_gradient_convolution(geometry)
     taps = weight.permute(2, 3, 0, 1).contiguous()
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
-    scratch = _empty_channels_last(z[spans[0]].shape, z)
+    scratch = _empty_channels_last((spans[0].stop, *z.shape[1:]), z)
     stored = nearest_tf32 if z.dtype == torch.float32 else identity
+    shift = forward_convolution(geometry).shift
     sums = None
     for span in spans:
         z_gradient = scratch[: span.stop - span.start]
@@ -212,10 +214,11 @@ def backward(
         inputs, gradients = ([part.permute(0, 2, 3, 1) for part in _split(each)] for each in (input[span], z_gradient))
         if sums is None:
             shapes = inputs[0], gradients[0]
-            sums = torch.empty(hopper.partials_shape(*shapes, geometry.kernel_size), device=input.device)
+            sums_shape = weight_gradient_hopper.partials_shape(*shapes, geometry.kernel_size)
+            sums = torch.empty(sums_shape, device=input.device)
         # Of split images all products but that of both low parts, which is below the digits that are kept.
         for i, j in ((0, 0), (0, 1), (1, 0))[: 2 * len(inputs) - 1]:
-            hopper.convolution_weight_gradient(
+            weight_gradient_hopper.convolution_weight_gradient(
                 inputs[i],
                 gradients[j],
                 sums,
@@ -224,15 +227,15 @@ def backward(
                 count=len(z_gradient),
                 kernel_size=geometry.kernel_size,
                 dilation=geometry.dilation,
-                shift=forward_convolution(geometry).shift,
+                shift=shift,
                 accumulate=span.start > 0 or i + j > 0,
                 config=config,
             )
     if sums is None:
         return input_gradient, None
-    weight_gradient = hopper.finish(sums, *shapes, kernel_size=geometry.kernel_size, config=config)
-    weight_gradient = weight_gradient.permute(3, 2, 0, 1).flip(2, 3).to(weight.dtype)
-    return input_gradient, weight_gradient.contiguous(memory_format=memory_format(weight))
+    by_taps = weight_gradient_hopper.finish(sums, *shapes, kernel_size=geometry.kernel_size, config=config)
+    weight_gradient = torch.empty_like(weight, memory_format=memory_format(weight))
+    return input_gradient, weight_gradient.copy_(by_taps.permute(3, 2, 0, 1).flip(2, 3))
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
@@ -242,10 +245,7 @@ def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose
     convolution_hopper, weight_gradient_hopper = _hopper_kernels()
     in_format = _empty_channels_last((1, *input.shape[1:]), input)
     dtype = torch.bfloat16 if z.dtype == torch.float32 else z.dtype  # of what float32 images are split into
-    images = (
-        torch.empty_like(each[:1], dtype=dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1)
-        for each in (input, z)
-    )
+    images = (_empty_channels_last((1, *each.shape[1:]), each, dtype).permute(0, 2, 3, 1) for each in (input, z))
     config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     return convolution_hopper.supports(
         z, in_format, _input_gradient_convolution(geometry)
@@ -255,10 +255,10 @@ def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose
 def _write_input_gradient(
     z_gradient: torch.Tensor, taps: torch.Tensor, problem: StrideOneConvolution, target: torch.Tensor
 ) -> None:
-    hopper, _ = _hopper_kernels()
-    if hopper.supports(z_gradient, target, problem):
-        hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
+    convolution_hopper, _ = _hopper_kernels()
+    if convolution_hopper.supports(z_gradient, target, problem):
+        convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
     else:  # rows that the copy engine cannot write, or taps too far apart for a contiguous image's tiles
         in_format = _empty_channels_last(target.shape, target)
-        hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
+        convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
         _copy(in_format, target)

@@ -18,11 +18,11 @@ bytes, 1024 bytes).
 Statistics are kept in registers, each thread's own, from tile to tile of a sample, and put together at its end.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
-from triton_kernels.image_group_norm import PartialStatistics, size_unit, strides_in_units
+from triton_kernels.image_group_norm import PartialStatistics, blocks_of, size_unit, strides_in_units
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.tf32 import round_to_tf32
 
@@ -77,14 +77,13 @@ class Tiling:
     def pixels(self) -> int:
         return self.rows * self.columns
 
-    def tiles(self, image: torch.Tensor) -> tuple[int, int]:
+    def tiles(self, height: int, width: int) -> tuple[int, int]:
         """Along the height and the width of an image."""
-        return triton.cdiv(image.shape[2], self.rows), triton.cdiv(image.shape[3], self.columns)
+        return blocks_of(height, self.rows), blocks_of(width, self.columns)
 
-    def covered(self, image: torch.Tensor) -> int:
+    def covered(self, height: int, width: int) -> int:
         """Pixels of all tiles of an image."""
-        tiles_y, tiles_x = self.tiles(image)
-        return tiles_y * tiles_x * self.pixels
+        return math.prod(self.tiles(height, width)) * self.pixels
 
 
 def _step(input: torch.Tensor) -> int:
@@ -92,35 +91,53 @@ def _step(input: torch.Tensor) -> int:
     return _ROW_BYTES // input.element_size()
 
 
-def _is_staged(input: torch.Tensor, output: torch.Tensor) -> bool:
+def _is_staged(output: torch.Tensor) -> bool:
     """Whether results go through shared memory and the copy engine; else the consumers store them, thread by thread.
 
     That takes as long where they are float32: 32 bytes of a row, or of neighbouring channels, at a time.
     """
-    return input.element_size() == output.element_size() == 2 and is_copyable(output)
+    return output.element_size() == 2
 
 
-def _tiling(
-    input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool = False
+def _columns(output: torch.Tensor) -> int:
+    """Of a tile: 8, or 64 bytes of a contiguous row."""
+    return 8 if is_channels_last(output) else 64 // output.element_size()
+
+
+def _tiling_of(
+    pixels: int, columns: int, channels: int, element_size: int, convolution: StrideOneConvolution
 ) -> Tiling:
-    """Tiles 8 pixels wide, or as wide as 64 bytes of a contiguous row; larger ones where an epilogue makes them pay."""
-    columns = 8 if is_channels_last(output) else 64 // input.element_size()
+    """Tiles of so many pixels, for an input of so many channels."""
+    rows = pixels // columns
     (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
-    halo = triton.cdiv((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
-    steps = triton.cdiv(input.shape[1], _step(input))
+    halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
+    steps = blocks_of(channels, _ROW_BYTES // element_size)
     weights = convolution.taps * steps * _CHANNELS * _ROW_BYTES
+    results = pixels * _CHANNELS * 2 if element_size == 2 else 0
+    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * _ROW_BYTES)
+    stages = min(stages, _MOST_STAGES)
+    return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
 
-    def tiling(pixels: int) -> Tiling:
-        rows = pixels // columns
-        results = pixels * _CHANNELS * 2 if _is_staged(input, output) else 0
-        stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * _ROW_BYTES)
-        stages = min(stages, _MOST_STAGES)
-        return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
 
-    small, large = tiling(128), tiling(256)
+@functools.lru_cache
+def _best_tiling(
+    columns: int,
+    channels: int,
+    element_size: int,
+    out_size: tuple[int, int],
+    convolution: StrideOneConvolution,
+    statistics: bool,
+) -> Tiling:
+    """Tiles of 128 pixels, or larger ones where an epilogue makes them pay."""
+    small, large = (_tiling_of(pixels, columns, channels, element_size, convolution) for pixels in (128, 256))
     # Without statistics there is little to wait for, and float32 results, which are not staged, spill registers.
-    pays = statistics and columns == 8 and _is_staged(input, output) and large.stages >= 2
-    return large if pays and large.covered(output) <= _MOST_WASTE * small.covered(output) else small
+    pays = statistics and columns == 8 and element_size == 2 and large.stages >= 2
+    return large if pays and large.covered(*out_size) <= _MOST_WASTE * small.covered(*out_size) else small
+
+
+def _tiling(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool) -> Tiling:
+    out_size = tuple(output.shape[2:])
+    return _best_tiling(_columns(output), input.shape[1], input.element_size(), out_size, convolution, statistics)
 
 
 def _is_one_run(image: torch.Tensor) -> bool:
@@ -142,7 +159,8 @@ def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneCo
         and (is_copyable(output) if output.element_size() == 2 else _is_one_run(output))
     ):
         return False
-    tiling = _tiling(input, output, convolution)
+    # Not from a cache: torch.compile asks about channels of any number too, which are no keys.
+    tiling = _tiling_of(128, _columns(output), input.shape[1], input.element_size(), convolution)
     return tiling.halo <= _WIDEST_HALO and tiling.stages >= 2
 
 
@@ -461,36 +479,44 @@ def convolution_kernel(
     # fmt: on
 
 
+@functools.cache
+def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle, bits, rank)
+
+
 def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> TensorDescriptor:
     """Of boxes of ``channels`` and ``rows`` x ``columns`` pixels of a channels_last image, or of a contiguous one."""
     if is_channels_last(image):
         view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, channels], 128
     else:
         view, box, swizzle = image.permute(0, 2, 1, 3), [1, rows, channels, columns], 64
-    layout = gl.NVMMASharedLayout(swizzle, image.element_size() * 8, 4)
+    layout = _layout(swizzle, image.element_size() * 8, 4)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), box, layout)
 
 
 def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
     """[KH, KW, O, C] with channels rounded up to multiples of 64 and of ``step`` by zeros, as [KH * KW * O, C]."""
     height, width, out_channels, in_channels = weight.shape
-    padded = triton.cdiv(out_channels, _CHANNELS) * _CHANNELS, triton.cdiv(in_channels, step) * step
+    padded = blocks_of(out_channels, _CHANNELS) * _CHANNELS, blocks_of(in_channels, step) * step
+    values = round_to_tf32(weight) if weight.dtype == torch.float32 else weight
+    if padded == (out_channels, in_channels) and values.is_contiguous() and values.data_ptr() % 16 == 0:
+        return values.view(-1, in_channels)
     packed = weight.new_zeros(height, width, *padded)
-    packed[:, :, :out_channels, :in_channels] = round_to_tf32(weight) if weight.dtype == torch.float32 else weight
+    packed[:, :, :out_channels, :in_channels] = values
     return packed.view(-1, padded[1])
 
 
 def _programs(output: torch.Tensor) -> int:
     """As many as run at once, each with a block of channels of its own."""
-    blocks = triton.cdiv(output.shape[1], _CHANNELS)
+    blocks = blocks_of(output.shape[1], _CHANNELS)
     return max(multiprocessor_count(output.device) // blocks, 1) * blocks
 
 
 def partial_count(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> int:
     """Partial statistics of a sample: one for each warpgroup of consumers that has a tile of it."""
     tiling = _tiling(input, output, convolution, statistics=True)
-    consumers = 2 * _programs(output) // triton.cdiv(output.shape[1], _CHANNELS)
-    return min(math.prod(tiling.tiles(output)), consumers) * (tiling.pixels // 128)
+    consumers = 2 * _programs(output) // blocks_of(output.shape[1], _CHANNELS)
+    return min(math.prod(tiling.tiles(*output.shape[2:])), consumers) * (tiling.pixels // 128)
 
 
 def convolution_hopper(
@@ -511,20 +537,21 @@ def convolution_hopper(
     """
     tiling = _tiling(input, output, convolution, partials is not None)
     N, channels, height, width = output.shape
-    places = *tiling.tiles(output), triton.cdiv(channels, _CHANNELS)
+    places = *tiling.tiles(height, width), blocks_of(channels, _CHANNELS)
     tiles = N * math.prod(places)
-    packed = _packed(weight, _step(input))
-    weight_layout = gl.NVMMASharedLayout(128, 8 * input.element_size(), 2)
-    strides, units = strides_in_units(output.select(2, 0))
+    step = _step(input)
+    packed = _packed(weight, step)
+    sample_stride, channel_stride, _, pixel_stride = output.stride()
+    strides, units = strides_in_units((sample_stride, channel_stride, pixel_stride))
     with on_device_of(input):
         convolution_kernel[(min(tiles, _programs(output)),)](
-            _descriptor(input, tiling.rows, tiling.columns, _step(input)),
-            _descriptor(input, tiling.halo_rows, tiling.columns, _step(input)),
-            TensorDescriptor.from_tensor(packed, [_CHANNELS, _step(input)], weight_layout),
+            _descriptor(input, tiling.rows, tiling.columns, step),
+            _descriptor(input, tiling.halo_rows, tiling.columns, step),
+            TensorDescriptor.from_tensor(packed, [_CHANNELS, step], _layout(128, 8 * input.element_size(), 2)),
             bias,
             output,
             strides,
-            _descriptor(output, tiling.rows, tiling.columns, _CHANNELS) if _is_staged(input, output) else None,
+            _descriptor(output, tiling.rows, tiling.columns, _CHANNELS) if _is_staged(output) else None,
             None if partials is None else (partials.counts, partials.means, partials.m2s),
             tiles,
             places,

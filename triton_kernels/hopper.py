@@ -31,10 +31,12 @@ def is_copyable(image: torch.Tensor) -> bool:
 
     A fake tensor, of which torch.compile asks, has no address: it stands for memory that begins where it should.
     """
-    strides = [stride for stride in image.stride() if stride != 1]
-    aligned = all(stride > 0 and stride * image.element_size() % 16 == 0 for stride in strides)
-    aligned = aligned and (isinstance(image, FakeTensor) or image.data_ptr() % 16 == 0)
-    return aligned and len(strides) == 3 and 1 in (image.stride(1), image.stride(3))
+    strides, element_size = image.stride(), image.element_size()
+    others = [stride for stride in strides if stride != 1]
+    if len(others) != 3 or 1 not in (strides[1], strides[3]):
+        return False
+    aligned = all(stride > 0 and stride * element_size % 16 == 0 for stride in others)
+    return aligned and (isinstance(image, FakeTensor) or image.data_ptr() % 16 == 0)
 
 
 def takes_input(image: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from triton_kernels.device import on_device_of
 from triton_kernels.grid import grid_of
 from triton_kernels.image_group_norm import (
     ImageNormConfig,
+    blocks_of,
     size_unit,
     strides_in_units,
     tile_of_program,
@@ -75,11 +76,11 @@ def copy_image(
         return
     B, C, S = source.shape
     tiles = config.tiles(S)
-    source_strides, source_units = strides_in_units(source)
-    target_strides, target_units = strides_in_units(target)
+    source_strides, source_units = strides_in_units(source.stride())
+    target_strides, target_units = strides_in_units(target.stride())
     unit = size_unit(S)
     with on_device_of(source):
-        copy_kernel[grid_of(B * tiles, triton.cdiv(C, config.block_c))](
+        copy_kernel[grid_of(B * tiles, blocks_of(C, config.block_c))](
             source,
             source_strides,
             target,

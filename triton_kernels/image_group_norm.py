@@ -6,6 +6,7 @@ taken for each channel of a tile (count, mean and M2, the sum of centred squares
 tiles after Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -21,6 +22,11 @@ from triton_kernels.pointwise import IDENTITY, Pointwise, identity
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
 
+def blocks_of(size: int, block: int) -> int:
+    """How many blocks cover ``size``; ``triton.cdiv``, of which a launch would take many, costs the host 2 us each."""
+    return -(-size // block)
+
+
 @dataclass(frozen=True)
 class ImageNormConfig:
     """Channels and pixels of a tile, and how many tiles a program of the backward pass goes through."""
@@ -31,12 +37,13 @@ class ImageNormConfig:
     strip: int = 16
 
     def tiles(self, pixels: int) -> int:
-        return triton.cdiv(pixels, self.block_s)
+        return blocks_of(pixels, self.block_s)
 
     def strips(self, pixels: int) -> int:
-        return triton.cdiv(pixels, self.block_s * self.strip)
+        return blocks_of(pixels, self.block_s * self.strip)
 
     @classmethod
+    @functools.lru_cache
     def of_shape(cls, channels: int, pixels: int, long_rows: bool) -> "ImageNormConfig":
         """Long rows, for images whose pixels are contiguous, or else many channels a tile.
 
@@ -383,10 +390,18 @@ def size_unit(size: int) -> int:
     return math.gcd(size, 16)
 
 
-def strides_in_units(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+@functools.lru_cache(maxsize=1024)
+def strides_in_units(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The strides divided by their units, and the units."""
-    units = tuple(map(size_unit, tensor.stride()))
-    return tuple(stride // unit for stride, unit in zip(tensor.stride(), units, strict=True)), units
+    units = tuple(map(size_unit, strides))
+    return tuple(stride // unit for stride, unit in zip(strides, units, strict=True)), units
+
+
+@functools.lru_cache
+def _merged_blocks(group_size: int, places: int) -> tuple[int, int]:
+    """Channels of a group, and places of a sample, that a program merges at a time."""
+    block_c = min(64, triton.next_power_of_2(group_size))
+    return block_c, min(2048 // block_c, triton.next_power_of_2(places))
 
 
 @dataclass(frozen=True)
@@ -409,9 +424,9 @@ class PartialStatistics:
         """Each group's mean and reciprocal standard deviation, [2, B * num_groups] in float32."""
         samples, tiles, channels = self.means.shape
         statistics = torch.empty(2, samples * num_groups, dtype=torch.float32, device=self.means.device)
-        mean, rstd = statistics
+        mean, rstd = statistics.unbind()
         group_size = channels // num_groups
-        block_c = min(64, triton.next_power_of_2(group_size))
+        block_c, block_t = _merged_blocks(group_size, tiles)
         with on_device_of(mean):
             merge_statistics_kernel[(samples * num_groups,)](
                 self.counts,
@@ -425,7 +440,7 @@ class PartialStatistics:
                 num_groups,
                 eps,
                 GROUP_SIZE=group_size,
-                BLOCK_T=min(2048 // block_c, triton.next_power_of_2(tiles)),
+                BLOCK_T=block_t,
                 BLOCK_C=block_c,
             )
         return statistics
@@ -449,9 +464,9 @@ def image_statistics(
         return torch.zeros(2, B * num_groups, dtype=torch.float32, device=input.device)
     tiles = config.tiles(S)
     partials = PartialStatistics.empty(B, tiles, C, input.device)
-    strides, units = strides_in_units(input)
+    strides, units = strides_in_units(input.stride())
     with on_device_of(input):
-        partial_statistics_kernel[grid_of(B * tiles, triton.cdiv(C, config.block_c))](
+        partial_statistics_kernel[grid_of(B * tiles, blocks_of(C, config.block_c))](
             input,
             strides,
             input_bias,
@@ -491,13 +506,13 @@ def image_group_norm(
     if input.numel() == 0:
         return
     B, C, S = input.shape
-    mean, rstd = statistics
+    mean, rstd = statistics.unbind()
     num_groups = mean.numel() // B
     tiles = config.tiles(S)
-    input_strides, input_units = strides_in_units(input)
-    output_strides, output_units = strides_in_units(output)
+    input_strides, input_units = strides_in_units(input.stride())
+    output_strides, output_units = strides_in_units(output.stride())
     with on_device_of(input):
-        apply_kernel[grid_of(B * tiles, triton.cdiv(C, config.block_c))](
+        apply_kernel[grid_of(B * tiles, blocks_of(C, config.block_c))](
             input,
             input_strides,
             input_bias,
@@ -550,17 +565,17 @@ def image_group_norm_backward(
     if input.numel() == 0:
         return
     B, C, S = input.shape
-    mean, rstd = statistics
+    mean, rstd = statistics.unbind()
     num_groups = mean.numel() // B
     group_size = C // num_groups
     strips = config.strips(S)
-    block_c = min(64, triton.next_power_of_2(group_size))
-    projection, gradient_mean = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
-    gradient_strides, gradient_units = strides_in_units(output_gradient)
-    input_strides, input_units = strides_in_units(input)
-    result_strides, result_units = strides_in_units(input_gradient)
+    block_c, block_t = _merged_blocks(group_size, strips)
+    projection, gradient_mean = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
+    gradient_strides, gradient_units = strides_in_units(output_gradient.stride())
+    input_strides, input_units = strides_in_units(input.stride())
+    result_strides, result_units = strides_in_units(input_gradient.stride())
     with on_device_of(input):
-        channel_sums_kernel[grid_of(B * strips, triton.cdiv(C, config.block_c))](
+        channel_sums_kernel[grid_of(B * strips, blocks_of(C, config.block_c))](
             output_gradient,
             gradient_strides,
             input,
@@ -599,10 +614,10 @@ def image_group_norm_backward(
             S,
             num_groups,
             GROUP_SIZE=group_size,
-            BLOCK_T=min(2048 // block_c, triton.next_power_of_2(strips)),
+            BLOCK_T=block_t,
             BLOCK_C=block_c,
         )
-        apply_backward_kernel[grid_of(B * strips, triton.cdiv(C, config.block_c))](
+        apply_backward_kernel[grid_of(B * strips, blocks_of(C, config.block_c))](
             output_gradient,
             gradient_strides,
             input,

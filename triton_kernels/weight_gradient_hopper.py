@@ -14,6 +14,7 @@ row shifts by whole swizzle atoms (8 pixels, 1024 bytes). With wider tiles all t
 at 3 x 3 taps, and each row of the tile is a product of its own, whose operand may begin in the middle of an atom.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
 from triton_kernels.hopper import runs_hopper_kernels
+from triton_kernels.image_group_norm import blocks_of
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64
@@ -40,6 +42,8 @@ _ROW_BYTES = 128
 _PIXELS = 128
 #: Bytes set aside for the barriers and for aligning the buffers.
 _RESERVED_BYTES = 2048
+#: Of a box: pixels of 128 bytes, swizzled.
+_BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Taps:
         """Whether all taps share a box, rather than those of each column."""
         return self.columns > 8
 
-    @property
+    @functools.cached_property
     def reach(self) -> tuple[int, int]:
         """How far the last tap is from the first, in rows and columns."""
         return tuple((size - 1) * step for size, step in zip(self.kernel_size, self.dilation, strict=True))
@@ -78,7 +82,7 @@ class Taps:
         """How many boxes of the shifted operand a tile takes."""
         return 1 if self.shared_box else self.kernel_size[1]
 
-    @property
+    @functools.cached_property
     def halo(self) -> int:
         """Columns right of the tile (in a shared box) or rows below it, as one copy takes them: a power of 2, or 0.
 
@@ -117,7 +121,7 @@ class Taps:
     def stage_bytes(self) -> int:
         return (_PIXELS + self.slot_pixels) * _ROW_BYTES
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         return min(self.most_stages, (SHARED_MEMORY[90] - _RESERVED_BYTES) // self.stage_bytes)
 
@@ -346,7 +350,7 @@ def partials_shape(input: torch.Tensor, gradient: torch.Tensor, kernel_size: tup
 
     ``input`` and ``gradient`` are as for ``convolution_weight_gradient``; of their shapes, the channels matter alone.
     """
-    blocks = triton.cdiv(input.shape[3], _CHANNELS) * triton.cdiv(gradient.shape[3], _CHANNELS)
+    blocks = blocks_of(input.shape[3], _CHANNELS) * blocks_of(gradient.shape[3], _CHANNELS)
     shares = max(1, multiprocessor_count(input.device) // blocks)
     return blocks, shares, kernel_size[0] * kernel_size[1] * _CHANNELS**2
 
@@ -385,7 +389,7 @@ def convolution_weight_gradient(
         # The same sums, with the taps in reverse order: from the input's side, the last tap's shift is the least.
         fixed, shifted, fixed_first, shifted_first = input, gradient, input_first, gradient_first
         shift = tuple(-start - reach for start, reach in zip(shift, taps.reach, strict=True))
-    tiles_y, tiles_x = triton.cdiv(fixed.shape[1], taps.rows), triton.cdiv(fixed.shape[2], taps.columns)
+    tiles_y, tiles_x = blocks_of(fixed.shape[1], taps.rows), blocks_of(fixed.shape[2], taps.columns)
     blocks, shares, _ = partials.shape
     shifted_box = [1, 1 if taps.shared_box else taps.rows, taps.columns, _CHANNELS]
     halo_box = [1, 1, taps.halo, _CHANNELS] if taps.shared_box else [1, taps.halo, taps.columns, _CHANNELS]
@@ -402,7 +406,7 @@ def convolution_weight_gradient(
             count * tiles_y * tiles_x,
             tiles_y,
             tiles_x,
-            triton.cdiv(shifted.shape[3], _CHANNELS),
+            blocks_of(shifted.shape[3], _CHANNELS),
             blocks,
             TAPS=taps,
             ACCUMULATE=accumulate,
@@ -422,7 +426,7 @@ def finish(
 
     ``input`` and ``gradient`` are as there; their shapes matter alone.
     """
-    input_blocks, gradient_blocks = (triton.cdiv(t.shape[3], _CHANNELS) for t in (input, gradient))
+    input_blocks, gradient_blocks = (blocks_of(t.shape[3], _CHANNELS) for t in (input, gradient))
     sums = column_sums(partials)
     if _gradient_is_fixed(input, gradient, config):
         sums = sums.view(gradient_blocks, input_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 0, 4, 1, 5)
@@ -433,19 +437,19 @@ def finish(
     return sums[:, :, : gradient.shape[3], : input.shape[3]]
 
 
+@functools.lru_cache
 def _taps(kernel_size: tuple[int, int], dilation: tuple[int, int], config: WeightGradientConfig) -> Taps:
-    return Taps(tuple(kernel_size), tuple(dilation), config.columns, config.stages)
+    return Taps(kernel_size, dilation, config.columns, config.stages)
 
 
 def _gradient_is_fixed(input: torch.Tensor, gradient: torch.Tensor, config: WeightGradientConfig) -> bool:
     """Whether the gradient has no more tiles than the input."""
     rows = _PIXELS // config.columns
     of_gradient, of_input = (
-        triton.cdiv(t.shape[1], rows) * triton.cdiv(t.shape[2], config.columns) for t in (gradient, input)
+        blocks_of(t.shape[1], rows) * blocks_of(t.shape[2], config.columns) for t in (gradient, input)
     )
     return of_gradient <= of_input
 
 
 def _descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, _BOX_LAYOUT)
