@@ -24,7 +24,10 @@ def check_chain(
 
 def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Contiguous and 1-D, in their own dtype: the kernels take any float dtype."""
-    return tuple(None if tensor is None else tensor.reshape(-1).contiguous() for tensor in tensors)
+    return tuple(
+        tensor if tensor is None or (tensor.ndim == 1 and tensor.is_contiguous()) else tensor.reshape(-1).contiguous()
+        for tensor in tensors
+    )
 
 
 def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *arguments, **scalars) -> torch.Tensor:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.pointwise import Pointwise
 
 _BLOCK_M = 16
@@ -87,7 +87,7 @@ def bias_pointwise(
     if M == 0 or C == 0:
         return
     with on_device_of(input):
-        bias_pointwise_kernel[grid_of(triton.cdiv(M, _BLOCK_M), triton.cdiv(C, _BLOCK_C))](
+        bias_pointwise_kernel[grid_of(blocks_of(M, _BLOCK_M), blocks_of(C, _BLOCK_C))](
             input, bias, output, M, C, *bounds, FUNCTION=pointwise.function, BLOCK_M=_BLOCK_M, BLOCK_C=_BLOCK_C
         )
 
@@ -105,10 +105,10 @@ def bias_pointwise_backward(
     M, C = input.shape
     if M == 0 or C == 0:
         return torch.zeros(1, C, dtype=torch.float32, device=input.device)
-    chunks = triton.cdiv(M, _ROWS_PER_PROGRAM)
+    chunks = blocks_of(M, _ROWS_PER_PROGRAM)
     partials = torch.empty(1, chunks, C, dtype=torch.float32, device=input.device)
     with on_device_of(input):
-        bias_pointwise_backward_kernel[grid_of(chunks, triton.cdiv(C, _BLOCK_C))](
+        bias_pointwise_backward_kernel[grid_of(chunks, blocks_of(C, _BLOCK_C))](
             output_gradient,
             input,
             bias,

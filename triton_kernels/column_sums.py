@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import blocks_of
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def column_sums(partials: torch.Tensor) -> torch.Tensor:
     output = torch.empty(sums, C, dtype=torch.float32, device=partials.device)
     block_c = 64
     with on_device_of(partials):
-        column_sums_kernel[(triton.cdiv(C, block_c), sums)](
+        column_sums_kernel[(blocks_of(C, block_c), sums)](
             partials, output, chunks, C, BLOCK_CHUNKS=16, BLOCK_C=block_c, num_warps=4
         )
     return output

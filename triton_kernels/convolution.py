@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import INTERPRETED, on_device_of
+from triton_kernels.grid import blocks_of
 from triton_kernels.image_group_norm import PartialStatistics
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
@@ -41,7 +42,7 @@ class ConvolutionConfig:
     num_stages: int = 3
 
     def tiles(self, pixels: int) -> int:
-        return triton.cdiv(pixels, self.block_pixels)
+        return blocks_of(pixels, self.block_pixels)
 
     @classmethod
     def fit(cls, in_channels: int, out_channels: int) -> "ConvolutionConfig":
@@ -146,7 +147,7 @@ def convolution(
         return
     tiles = config.tiles(height * width)
     with on_device_of(input):
-        convolution_kernel[(N * tiles, triton.cdiv(channels, config.block_o))](
+        convolution_kernel[(N * tiles, blocks_of(channels, config.block_o))](
             input,
             input.stride(),
             weight,

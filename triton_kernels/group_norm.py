@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.group_statistics import normalize_groups
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.row_minimum import store_row_minimum
@@ -188,7 +188,7 @@ def group_norm_backward_kernel(
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
     """How many tiles a row is cut into."""
-    return triton.cdiv(channels // group_size, config.blocks(group_size)["BLOCK_G"])
+    return blocks_of(channels // group_size, config.blocks(group_size)["BLOCK_G"])
 
 
 def group_norm(
@@ -212,7 +212,7 @@ def group_norm(
         return
     group_size = C // num_groups
     with on_device_of(input):
-        group_norm_kernel[grid_of(triton.cdiv(M, config.block_m), column_tiles(C, group_size, config))](
+        group_norm_kernel[grid_of(blocks_of(M, config.block_m), column_tiles(C, group_size, config))](
             input,
             norm_weight,
             norm_bias,
@@ -254,7 +254,7 @@ def group_norm_backward(
     if M == 0:
         return torch.zeros(3, C, dtype=torch.float32, device=input.device)
     group_size = C // num_groups
-    chunks = triton.cdiv(M, config.rows_per_program)
+    chunks = blocks_of(M, config.rows_per_program)
     partials = torch.empty(3, chunks, C, dtype=torch.float32, device=input.device)
     with on_device_of(input):
         group_norm_backward_kernel[grid_of(chunks, column_tiles(C, group_size, config))](

@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import grid_of
+from triton_kernels.grid import blocks_of, grid_of
 from triton_kernels.image_group_norm import (
     ImageNormConfig,
-    blocks_of,
     size_unit,
     strides_in_units,
     tile_of_program,

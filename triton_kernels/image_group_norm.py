@@ -15,16 +15,11 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise, identity
 
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
-
-
-def blocks_of(size: int, block: int) -> int:
-    """How many blocks cover ``size``; ``triton.cdiv``, of which a launch would take many, costs the host 2 us each."""
-    return -(-size // block)
 
 
 @dataclass(frozen=True)

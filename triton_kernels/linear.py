@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count, on_device_of
+from triton_kernels.grid import blocks_of
 from triton_kernels.tf32 import dot_as_tf32_products
 
 #: Triton's interpreter would multiply the bits of bfloat16 numbers, so there the operands are converted first.
@@ -188,7 +189,7 @@ def linear(
         tile = [config.block_m, config.epilogue_columns]
         output = TensorDescriptor.from_tensor(output, tile)
         saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
-    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     with on_device_of(input):
         linear_kernel[(min(tiles, multiprocessor_count(input.device)),)](
             input_operand,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, second_place
 
 _NO_COLUMN = tl.constexpr(2147483647)
 
@@ -154,9 +154,9 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
     block_group = triton.next_power_of_2(group_size)
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128
-    column_blocks = max(1, triton.cdiv(C, block_c))  # the first keeps the winner, even where the bias is empty
+    column_blocks = max(1, blocks_of(C, block_c))  # the first keeps the winner, even where the bias is empty
     with on_device_of(keys):
-        finish_kernel[grid_of(triton.cdiv(M, block_m), column_blocks)](
+        finish_kernel[grid_of(blocks_of(M, block_m), column_blocks)](
             keys,
             tile_saved,
             bias,

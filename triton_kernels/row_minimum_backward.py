@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import INTERPRETED, on_device_of
-from triton_kernels.grid import grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, second_place
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
@@ -248,12 +248,12 @@ def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, t
     C, M = output_gradient.shape
     block_m, block_c = 128, 64
     options = {"dtype": torch.float32, "device": output_gradient.device}
-    row_partials = torch.empty(1, triton.cdiv(C, block_c), M, **options)
-    column_partials = torch.empty(1, triton.cdiv(M, block_m), C, **options)
+    row_partials = torch.empty(1, blocks_of(C, block_c), M, **options)
+    column_partials = torch.empty(1, blocks_of(M, block_m), C, **options)
     if M == 0:
         return torch.zeros(M, **options), torch.zeros(C, **options)
     with on_device_of(output_gradient):
-        output_gradient_kernel[grid_of(triton.cdiv(M, block_m), triton.cdiv(C, block_c))](
+        output_gradient_kernel[grid_of(blocks_of(M, block_m), blocks_of(C, block_c))](
             output_gradient,
             *output_gradient.stride(),
             row_partials,
@@ -276,7 +276,7 @@ def winner_backward(minimum_gradient, winner, norm_weight, group_size: int) -> t
     block_group = triton.next_power_of_2(group_size)
     block_m = max(1, 2048 // block_group)
     with on_device_of(column):
-        winner_backward_kernel[(triton.cdiv(M, block_m),)](
+        winner_backward_kernel[(blocks_of(M, block_m),)](
             minimum_gradient,
             column,
             rstd,
@@ -301,9 +301,9 @@ def rows_by_group(column: torch.Tensor, num_groups: int, group_size: int) -> tup
     block = 32
     order = torch.empty(M, dtype=torch.int32, device=column.device)
     offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=column.device)
-    row_programs = triton.cdiv(M, block)
+    row_programs = blocks_of(M, block)
     with on_device_of(column):
-        rank_kernel[(row_programs + triton.cdiv(num_groups + 1, block),)](
+        rank_kernel[(row_programs + blocks_of(num_groups + 1, block),)](
             column, order, offsets, M, num_groups, row_programs, GROUP_SIZE=group_size, BLOCK=block, BLOCK_OTHERS=128
         )
     return order, offsets
@@ -316,7 +316,7 @@ def input_gradient(z_gradient, column, order, weight, output) -> None:
         return
     block_k = min(1024, triton.next_power_of_2(K))
     with on_device_of(output):
-        input_gradient_kernel[grid_of(M, triton.cdiv(K, block_k))](
+        input_gradient_kernel[grid_of(M, blocks_of(K, block_k))](
             z_gradient,
             column,
             order,
@@ -338,7 +338,7 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     block_group = max(16, triton.next_power_of_2(group_size))
     block_k = max(16, min(4096 // block_group, triton.next_power_of_2(K)))
     with on_device_of(output):
-        weight_gradient_kernel[grid_of(N // group_size, triton.cdiv(K, block_k))](
+        weight_gradient_kernel[grid_of(N // group_size, blocks_of(K, block_k))](
             z_gradient,
             order,
             offsets,

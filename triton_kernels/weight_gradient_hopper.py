@@ -32,8 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
+from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import runs_hopper_kernels
-from triton_kernels.image_group_norm import blocks_of
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
+from triton_kernels.grid import blocks_of
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
@@ -253,7 +254,7 @@ def apply_backward_kernel(
 def _blocks(width: int) -> tuple[int, dict]:
     """How many blocks a group is cut into, and what kernels need to know to find their own."""
     # The last block's places may exceed width.
-    return triton.cdiv(width, _BLOCK), {"INDEX": tl.int32 if width + _BLOCK < 2**31 else tl.int64, "BLOCK": _BLOCK}
+    return blocks_of(width, _BLOCK), {"INDEX": tl.int32 if width + _BLOCK < 2**31 else tl.int64, "BLOCK": _BLOCK}
 
 
 def group_statistics(
@@ -354,7 +355,7 @@ def wide_group_norm_backward(
     block_pixels = min(1024, triton.next_power_of_2(S))
     block_rows = 1024 // block_pixels
     with on_device_of(input):
-        channel_sums_kernel[(triton.cdiv(B * C, block_rows),)](
+        channel_sums_kernel[(blocks_of(B * C, block_rows),)](
             output_gradient,
             input,
             statistics[0],
