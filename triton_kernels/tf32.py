@@ -41,13 +41,14 @@ def dot_as_tf32_products(a, b, accumulator):
     """accumulator + a @ b, of float32 matrices, to float32's accuracy on tensor cores: three TF32 products.
 
     They are added up by themselves, and then to the accumulator: the tensor cores' own sums are cut off, not rounded.
-    Where a number is not finite, or the product beyond float32, its own rest is NaN, and does not count.
+    Where a number is not finite, or a product beyond float32, the sum of the rests is not finite either, perhaps of the
+    other sign, and does not count. (A product within 2**-11 of the largest float32 may round to infinity.)
     """
     a_high, a_low = split_tf32(a)
     b_high, b_low = split_tf32(b)
     rest = tl.dot(a_low, b_high, input_precision="tf32")
     rest = tl.dot(a_high, b_low, rest, input_precision="tf32")
-    rest = tl.where(rest == rest, rest, 0.0)
+    rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
     return accumulator + tl.dot(a_high, b_high, rest, input_precision="tf32")
 
 

@@ -119,3 +119,11 @@ def test_dot_of_what_is_not_finite():
     result = dot(a, b)
     assert (result[0] == torch.inf).all() and result[1].isnan().all()
     assert torch.equal(result[2:], (1 + a @ b)[2:])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_product_beyond_float32_is_infinite(sign):
+    """Whatever the sign of the rests, which overflow as well."""
+    a, b = torch.zeros(16, 16), torch.zeros(16, 16)
+    a[:, 0], b[0] = 3e38, sign * 3.3e20 * (1 + torch.arange(16) * 1e-4)
+    assert torch.equal(dot(a, b), 1 + a @ b) and dot(a, b).isinf().all()
