@@ -4,14 +4,10 @@ import torch
 
 from autotune_configs import linear_config
 from ops import operators, precision
-from triton_kernels.device import INTERPRETED
 from triton_kernels.epilogues import bias_epilogue
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_group_norm import ImageNormConfig
 from triton_kernels.linear import linear as launch_linear
-
-#: For fewer rows than this, a float32 product is not worth a copy of its other operand that lies along K.
-_FEWEST_ROWS_FOR_A_COPY = 0 if INTERPRETED else 256
 
 
 def depth_contiguous(matrix: torch.Tensor) -> torch.Tensor:
@@ -57,9 +53,7 @@ def affine(
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b for the backward pass: the library's, but for float32 at full precision, where the kernel is faster."""
-    rows, depth = a.shape
-    is_large = depth > 0 and rows >= _FEWEST_ROWS_FOR_A_COPY
-    if a.dtype == torch.float32 and is_large and not precision.library_multiplies(a.dtype, rows, depth):
+    if a.dtype == torch.float32 and a.shape[1] > 0 and not precision.library_multiplies(a.dtype, *a.shape):
         return affine(a, b.T, None)
     return torch.mm(a, b)
 

@@ -9,7 +9,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count, on_device_of
 from triton_kernels.grid import blocks_of
-from triton_kernels.tf32 import dot_as_tf32_products
 
 #: Triton's interpreter would multiply the bits of bfloat16 numbers, so there the operands are converted first.
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -127,10 +126,7 @@ def linear_kernel(
             b = LOAD_WEIGHT(weight, column, step * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
             if _INTERPRETED:
                 a, b = a.to(tl.float32), b.to(tl.float32)
-            if INPUT_PRECISION == "tf32x3" and a.dtype == tl.float32:
-                accumulator = dot_as_tf32_products(a, b.T, accumulator)
-            else:
-                accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
+            accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
         if STRIPS == 1:
             EPILOGUE(accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, GROUP_SIZE)
         else:
@@ -170,8 +166,8 @@ def linear(
 
     ``input`` [M, K] and ``weight`` [N, K] may have any strides and are of one dtype; ``output`` and ``saved`` are
     contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None;
-    ``scalars`` are (min_val, max_val, eps). ``input_precision`` matters for float32 alone and is ``tl.dot``'s, but for
-    "tf32x3", which is ``triton_kernels.tf32``'s, and more accurate. K must not be 0.
+    ``scalars`` are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s, and matters for float32 alone. K must
+    not be 0.
     """
     M, K = input.shape
     N = weight.shape[0]
