@@ -43,8 +43,8 @@ def _names(known):
 def _shapes(text: str) -> list[tuple[int, ...]]:
     shapes = []
     for item in text.split(","):
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
-            raise argparse.ArgumentTypeError(f"{item!r} is no shape: positive integers, as in 1024x8192x8192")
+        if not re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})+", item):
+            raise argparse.ArgumentTypeError(f"{item[:40]!r} is no shape: positive integers, as in 1024x8192x8192")
         shapes.append(tuple(map(int, item.split("x"))))
     return shapes
 
@@ -53,6 +53,12 @@ def _positive(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return float(text)
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
 
 
 def _gpu(text: str) -> Gpu:
@@ -93,13 +99,13 @@ def _parser() -> _Parser:
     sweep.add_argument("--grid", action="store_true", help="for Linear chains: batch 1 to 4096 x features 1k to 16k")
     sweep.add_argument("--budget-seconds", type=_positive, help="end then, with the best so far")
     sweep.add_argument("--again", action="store_true", help="also what the table has already")
-    sweep.add_argument("--processes", type=int, help="that compile meanwhile; default: one for each core")
+    sweep.add_argument("--processes", type=_count, help="that compile meanwhile; default: one for each core")
     show = add("show", "Which config would be used for a problem, and where it is from.")
     add_problems(show)
     show.add_argument("--gpu", type=_gpu, help="a GPU that need not be here, by its driver's name for it")
     check = add("check", "Compile every entry of every table, without a GPU, for the GPU that it is for.")
     check.add_argument("tables", type=Path, nargs="*", help="default: the shipped tables and your own")
-    check.add_argument("--processes", type=int, help="that compile; default: one for each core")
+    check.add_argument("--processes", type=_count, help="that compile; default: one for each core")
     return parser
 
 
@@ -107,11 +113,12 @@ def _problems(options: argparse.Namespace, parser: _Parser) -> list[Problem]:
     """Each once, shape by shape, in the order given; of each name at the shapes that have as many sizes as it."""
     forms = {name: CHAINS[name].form if name in CHAINS else KERNELS[name].size_names for name in options.names}
     shapes = options.shapes or []
-    if getattr(options, "grid", False):
-        shapes = [*shapes, *GRID]
-    elif not shapes:
-        targets = (CHAINS[name].target for name in options.names if name in CHAINS)
+    with_grid = getattr(options, "grid", False)
+    if not shapes:
+        targets = [CHAINS[name].target for name in options.names if name in CHAINS]
         shapes = [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
+    if with_grid:
+        shapes = [*shapes, *GRID]
     for name, form in forms.items():
         if not any(len(shape) == len(form) for shape in shapes):
             parser.error(f"argument --shapes: {name} takes {' x '.join(form)}")
@@ -127,12 +134,18 @@ def _problems(options: argparse.Namespace, parser: _Parser) -> list[Problem]:
             else _problems_of_kernel(name, dtype, shape)
         )
     )
-    return list(dict.fromkeys(problems))
+    problems = list(dict.fromkeys(problems))
+    for problem in problems:
+        if not KERNELS[problem.kernel].takes(problem):
+            parser.error(f"argument --shapes: {problem} is no problem of the kernel: its groups must be whole")
+    if not problems:
+        parser.error(f"argument --passes: {','.join(options.names)} has none that is looked up")
+    return problems
 
 
 def _problems_of_kernel(name: str, dtype: str, sizes: tuple[int, ...]) -> list[Problem]:
-    precision = "highest" if name.startswith("linear") and dtype == "float32" else None
-    return [Problem(name, dtype, sizes, precision, layout) for layout in KERNELS[name].layouts]
+    kernel = KERNELS[name]
+    return [Problem(name, dtype, sizes, kernel.precision(dtype), layout) for layout in kernel.layouts]
 
 
 def _device(parser: _Parser) -> torch.device:
@@ -154,8 +167,8 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
         parser.error(f"cannot write to {tables.user_folder()}: {error.strerror}")
     interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
     with (
-        reporting.SweepReport(gpu, tables.user_path(gpu), len(problems)) as report,
-        Precompiler(gpu.architecture, options.processes) as precompiler,
+        reporting.SweepReport(gpu, tables.user_path(gpu), len(problems), options.again) as report,
+        Precompiler(gpu, options.processes) as precompiler,
     ):
         return report.run(
             lambda: sweep.sweep_and_store(

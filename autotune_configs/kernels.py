@@ -45,10 +45,31 @@ class Kernel:
 
     def config_of(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
         """The config with these values, or None where it is not valid for the problem."""
-        if set(values) != {field.name for field in fields(self.config_class)}:
+        if set(values) != {field.name for field in fields(self.config_class)} or not self.takes(problem):
             return None
         config = self.config_class(**values)
-        return config if self.is_valid(config, problem, gpu) else None
+        if config == self.heuristic(problem, gpu):
+            return config
+        in_space = all(values[name] in known for name, known in self.space.items())
+        return config if in_space and self.is_valid(config, problem, gpu) else None
+
+    def takes(self, problem: Problem) -> bool:
+        """Whether this is a problem of the kernel at all: its sizes, whole groups, dtype, precision and layout."""
+        sizes = dict(zip(self.size_names, problem.sizes, strict=False))
+        channels = sizes.get("n", sizes.get("channels", 0))
+        return (
+            len(problem.sizes) == len(self.size_names)
+            and min(problem.sizes) >= 1
+            and problem.dtype in ELEMENT_SIZES
+            and problem.layout in self.layouts
+            and problem.precision == self.precision(problem.dtype)
+            and channels % sizes.get("group_size", 1) == 0
+            and (self.name != "linear_bias" or sizes["group_size"] == 1)
+        )
+
+    def precision(self, dtype: str) -> str | None:
+        """That of its float32 products, if it multiplies."""
+        return "highest" if dtype == "float32" and self.config_class is LinearConfig else None
 
     def first_candidates(self, problem: Problem, gpu: Gpu) -> list[Config]:
         """The heuristic's config, and those to start from that are valid."""
@@ -171,7 +192,7 @@ def _group_norm_starts(problem: Problem) -> Iterable[GroupNormConfig]:
 def _group_norm(name: str) -> Kernel:
     space = {"block_m": _powers(1, 32), "block_columns": _powers(16, 8192), "num_warps": (1, 2, 4, 8, 16)}
     if name.endswith("backward"):  # the other passes do not use it
-        space["rows_per_program"] = _powers(1, 256)
+        space["rows_per_program"] = _powers(1, 4096)
     return Kernel(
         name,
         ("m", "n", "group_size"),

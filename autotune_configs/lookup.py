@@ -53,9 +53,9 @@ def _entries(gpu: Gpu) -> dict[tuple, list[tuple[Entry, str, tuple[float, ...]]]
     the user's own first."""
     found = {}
     for path in (tables.user_path(gpu), tables.shipped_path(gpu)):
-        for entry in tables.read(path):
+        for entry in tables.read(path, gpu):
             kernel = KERNELS.get(entry.problem.kernel)
-            if kernel and len(entry.problem.sizes) == len(kernel.size_names):
+            if kernel and kernel.takes(entry.problem):
                 item = entry, str(path), _logarithms(entry.problem.sizes)
                 found.setdefault(_kind(entry.problem), []).append(item)
     return found

@@ -10,6 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
+from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import Config
 from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
@@ -21,7 +22,7 @@ Launch = tuple[Problem, Config]
 _MORE_SPILLED_BYTES = 64
 
 
-def compile_config(problem: Problem, config: Config, arch: int, all_launches: bool = True) -> tuple[int, str | None]:
+def compile_config(problem: Problem, config: Config, gpu: Gpu, all_launches: bool = True) -> tuple[int, str | None]:
     """Bytes spilled by a thread, at most, over all kernels that are launched; and what keeps it from running, if any
     does. ``all_launches``: also those that keep more for the backward pass."""
 
@@ -30,19 +31,19 @@ def compile_config(problem: Problem, config: Config, arch: int, all_launches: bo
         (workload.launch_variants if all_launches else workload.launch)(config)
 
     try:
-        kernels = compile_launches(launch, arch)
+        kernels = compile_launches(launch, gpu.architecture)
     except Exception as error:  # a compiler may refuse a config in any way
         return 0, f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     most = max(kernel.shared_memory for kernel in kernels)
-    fault = None if all(kernel.fits for kernel in kernels) else f"{most} bytes of shared memory"
+    fault = None if most <= gpu.shared_memory else f"{most} bytes of shared memory"
     return max(kernel.spilled_bytes for kernel in kernels), fault
 
 
 class Precompiler:
-    """Processes that compile for one architecture; a context manager."""
+    """Processes that compile for one GPU; a context manager."""
 
-    def __init__(self, arch: int, processes: int | None = None):
-        self._arch = arch
+    def __init__(self, gpu: Gpu, processes: int | None = None):
+        self._gpu = gpu
         self._processes = processes or len(os.sched_getaffinity(0))
         self._pool = None
 
@@ -63,7 +64,7 @@ class Precompiler:
             self._pool = self._start(self._processes)
         try:
             futures = {
-                launch: self._pool.submit(compile_config, *launch, self._arch, all_launches) for launch in launches
+                launch: self._pool.submit(compile_config, *launch, self._gpu, all_launches) for launch in launches
             }
             return {launch: future.result() for launch, future in futures.items()}
         except BrokenProcessPool:  # a compiler that dies takes the pool along: find out over which
@@ -73,7 +74,7 @@ class Precompiler:
     def _compile_alone(self, launch: Launch, all_launches: bool) -> tuple[int, str | None]:
         with self._start(1) as pool:
             try:
-                return pool.submit(compile_config, *launch, self._arch, all_launches).result()
+                return pool.submit(compile_config, *launch, self._gpu, all_launches).result()
             except BrokenProcessPool:
                 return 0, "the compiler crashes"
 

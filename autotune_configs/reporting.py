@@ -15,7 +15,7 @@ from autotune_configs.kernels import KERNELS, Config
 from autotune_configs.lookup import Found
 from autotune_configs.precompile import Precompiler
 from autotune_configs.problem import Problem
-from autotune_configs.sweep import Outcome, Result
+from autotune_configs.sweep import DeviceLost, Outcome, Result
 from autotune_configs.tables import read_strictly
 
 _WIDTH_WHEN_NO_TERMINAL = 160
@@ -32,12 +32,13 @@ def _settings(config: dict[str, int]) -> str:
 class SweepReport:
     """A line for each problem, and a bar with the time left; a context manager."""
 
-    def __init__(self, gpu: Gpu, table: Path, problems: int):
+    def __init__(self, gpu: Gpu, table: Path, problems: int, again: bool):
         self._console = _console()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console, transient=True)
         self._task = self._progress.add_task("", total=problems)
         self._table = table
+        self._how_on = "Without --again, the same command" if again else "The same command"
         self._tried = 0
         self.results: list[Result] = []
         self._console.print(f"{escape(gpu.name)}: {problems} problems, into {escape(str(table))}")
@@ -70,15 +71,19 @@ class SweepReport:
         try:
             sweep()
         except KeyboardInterrupt:
-            self._console.print("Interrupted. The same command goes on from here.")
+            self._console.print(f"Interrupted. {self._how_on} goes on from here.")
             return 130
+        except DeviceLost as error:
+            self._console.print(f"[red]the GPU answers nothing any more, after {escape(str(error))}[/]")
+            self._console.print(f"{self._how_on} goes on after it, in a new process.")
+            return 1
         except OSError as error:
             self._console.print(f"[red]cannot write {escape(str(self._table))}: {error.strerror}[/]")
             return 2
         finally:
             late = sum(not result.is_whole for result in self.results)
             if late:
-                self._console.print(f"{late} problems are not finished. The same command goes on with them.")
+                self._console.print(f"{late} problems are not finished. {self._how_on} goes on with them.")
         return int(any(result.is_red for result in self.results))
 
 
@@ -114,8 +119,7 @@ def check(paths: list[Path], processes: int) -> int:
     console, compiled, faults = _console(), 0, []
     for path in paths:
         try:
-            name, entries = read_strictly(path)
-            gpu = Gpu.called(name)
+            gpu, entries = read_strictly(path)
         except ValueError as error:
             faults.append(f"{path}: {error}")
             continue
@@ -127,7 +131,7 @@ def check(paths: list[Path], processes: int) -> int:
                 faults.append(f"{path}: {entry.problem}: {_settings(entry.config)} is no valid config")
             else:
                 launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
-        with Precompiler(gpu.architecture, processes) as precompiler:
+        with Precompiler(gpu, processes) as precompiler:
             for (problem, config), (_, fault) in precompiler.compile(list(launches.values())).items():
                 if fault:
                     faults.append(f"{path}: {problem}: {_settings(asdict(config))}: {fault}")
@@ -141,4 +145,5 @@ def check(paths: list[Path], processes: int) -> int:
 def _compiled_as(problem: Problem, config: Config) -> tuple:
     """What a compiled kernel depends on: of sizes, whether they are 1 or multiples of 16, and the width of groups."""
     sizes = tuple((size == 1, size % 16 == 0) for size in problem.sizes)
-    return problem.kernel, problem.dtype, problem.precision, problem.layout, config, sizes, problem.sizes[-1]
+    widths = problem.sizes[-2:] if problem.kernel == "convolution" else problem.sizes[-1:]  # taps, or groups
+    return problem.kernel, problem.dtype, problem.precision, problem.layout, config, sizes, widths

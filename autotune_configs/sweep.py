@@ -61,11 +61,16 @@ class Result:
     outcomes: list[Outcome] = field(default_factory=list)
     is_whole: bool = True
     skipped: str | None = None
+    failed: bool = False  # it is skipped because something is wrong
 
     @property
     def is_red(self) -> bool:
-        """Whether some config's results were wrong."""
-        return any(outcome.is_wrong for outcome in self.outcomes)
+        """Whether some config's results were wrong, or the problem could not be swept."""
+        return self.failed or any(outcome.is_wrong for outcome in self.outcomes)
+
+
+class DeviceLost(Exception):
+    """The GPU answers nothing any more: a config has brought it into an error that only a new process gets out of."""
 
 
 class Journal:
@@ -78,14 +83,14 @@ class Journal:
         """What is known already. A line that was cut off as it was written is no loss but its own."""
         known = {}
         with contextlib.suppress(FileNotFoundError):
-            for line in self._path.read_text().splitlines():
-                try:
+            for line in self._path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     item = json.loads(line)
-                    if item["triton"] == triton.__version__:
+                    ratio, reason = item["ratio"], item["reason"]
+                    measured = ratio is not None and math.isfinite(ratio)
+                    if item["triton"] == triton.__version__ and (measured or isinstance(reason, str)):
                         config = config_class(**item["config"])
-                        known[config] = Outcome(config, item["ratio"], item["reason"], item["is_wrong"])
-                except (ValueError, KeyError, TypeError):
-                    continue
+                        known[config] = Outcome(config, ratio, reason, item["is_wrong"] is True)
         return known
 
     def add(self, outcome: Outcome) -> None:
@@ -116,7 +121,7 @@ def capture(call: Call) -> Call:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on as they like
         call()
     return graph.replay
 
@@ -176,7 +181,7 @@ class Search:
             self._try_all(wave)
             if self.outcomes[self.default].ratio is None:  # then nothing can be compared with it
                 reason = f"the heuristic's config: {self.outcomes[self.default].reason}"
-                return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason)
+                return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason, failed=True)
             fastest = self._fastest()
             wave = [] if fastest == best else self._unseen_neighbours(fastest)
             best = fastest
@@ -205,6 +210,8 @@ class Search:
                 reason = refused.get(config)
                 outcome = Outcome(config, reason=reason) if reason else self._measure(config)
                 self._journal.add(outcome)
+                if outcome.ratio is None and not reason:
+                    self._check_device(outcome)
             self.outcomes[config] = outcome
             self._on_outcome(outcome)
 
@@ -217,9 +224,16 @@ class Search:
                 return Outcome(config, ratio=1.0)
             return Outcome(config, ratio=self._ratio(config, _ROUNDS)[0])
         except torch.OutOfMemoryError:
-            raise  # the problem's, not the config's
+            raise  # it is the problem that is too large
         except Exception as error:  # a compiler or a driver may refuse a config in any way
             return Outcome(config, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    def _check_device(self, outcome: Outcome) -> None:
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:
+                raise DeviceLost(f"{self.problem}: {outcome.config}: {outcome.reason}") from error
 
     def _ratio(self, config: Config, rounds: int) -> tuple[float, float]:
         """The median over the rounds of its time over the heuristic's config's, and that of its time in ms."""
@@ -254,9 +268,30 @@ class Search:
 
     def _serves_all_launches(self, config: Config) -> bool:
         """Whether it also does where more is kept for the backward pass."""
-        if self._resources is None:
-            return True
-        return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
+        if self._resources is not None:
+            return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
+        try:
+            self.workload.launch_variants(config)
+        except Exception:  # a compiler or a driver may refuse a config in any way
+            return False
+        return True
+
+
+def _search(problem, device, journal, is_late, **options) -> Result:
+    """The search's result, whatever mode the caller is in; where memory does not suffice for a problem, that is it."""
+    try:
+        with torch.inference_mode(False):
+            return Search(problem, device, journal, is_late=is_late, **options).run()
+    except torch.OutOfMemoryError:
+        pass  # what the search holds is free once the error is
+    torch.cuda.empty_cache()
+    return Result(problem, skipped="too little memory is free", failed=True)
+
+
+def _has_better(entry: Entry, gpu: Gpu) -> bool:
+    """Whether the user's table has a better entry for the problem than this one, of a sweep that was cut short."""
+    entries = tables.read(tables.user_path(gpu), gpu)
+    return any(each.problem == entry.problem and each.ratio < entry.ratio for each in entries)
 
 
 def journal_path(problem: Problem, gpu: Gpu) -> Path:
@@ -266,7 +301,7 @@ def journal_path(problem: Problem, gpu: Gpu) -> Path:
 def is_done(problem: Problem, gpu: Gpu) -> bool:
     """Whether the user's table has an entry for just this problem, by this version of Triton and a whole sweep."""
     tables.read.cache_clear()  # another process may have written it
-    entries = tables.read(tables.user_path(gpu))
+    entries = tables.read(tables.user_path(gpu), gpu)
     is_there = any(entry.problem == problem and entry.triton == triton.__version__ for entry in entries)
     return is_there and not journal_path(problem, gpu).exists()
 
@@ -283,9 +318,9 @@ def sweep_and_store(
 ) -> list[Result]:
     """Sweep problem after problem and put what is found into the user's table, each as soon as it is known.
 
-    Problems that the table has are passed over unless ``again``. After ``budget`` seconds the problem under way ends
-    with the best so far, and those left are passed over. ``options`` are those of ``Search``. Raises OSError where the
-    table cannot be written.
+    Problems that the table has are passed over unless ``again``, which begins with the first once more. After
+    ``budget`` seconds the problem under way ends with the best so far, and those left are passed over. ``options`` are
+    those of ``Search``. Raises OSError where the table cannot be written, DeviceLost where nothing more can be run.
     """
     gpu = Gpu.of(device)
     end = math.inf if budget is None else time.monotonic() + budget
@@ -300,8 +335,8 @@ def sweep_and_store(
             else:
                 on_problem(problem)
                 journal = Journal(path)
-                result = Search(problem, device, journal, is_late=lambda: time.monotonic() >= end, **options).run()
-                if result.entry is not None:
+                result = _search(problem, device, journal, lambda: time.monotonic() >= end, **options)
+                if result.entry is not None and (result.is_whole or not _has_better(result.entry, gpu)):
                     tables.store(tables.user_path(gpu), gpu, result.entry)
                 if result.is_whole:
                     journal.end()

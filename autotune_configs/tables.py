@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
+#: More than any size of a problem or a config.
+_LARGEST_SIZE = 2**40
 #: Names another folder for the user's own tables.
 FOLDER_VARIABLE = "NORMFUSE_TABLES"
 
@@ -41,17 +44,16 @@ class Entry:
         for text in (problem.kernel, problem.dtype, item["triton"], item["date"]):
             if not isinstance(text, str):
                 raise TypeError(f"{text!r} is no text")
+        for text in (problem.precision, problem.layout):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{text!r} is no text")
         for number in (*problem.sizes, *item["config"].values()):
-            if type(number) is not int or number < 1:
+            if type(number) is not int or not 1 <= number <= _LARGEST_SIZE:
                 raise ValueError(f"{number!r} is no size")
-        return cls(
-            problem,
-            dict(item["config"]),
-            float(item["ratio"]),
-            float(item["microseconds"]),
-            item["triton"],
-            item["date"],
-        )
+        ratio, microseconds = float(item["ratio"]), float(item["microseconds"])
+        if not (math.isfinite(ratio) and math.isfinite(microseconds)):
+            raise ValueError(f"{ratio} or {microseconds} is no measurement")
+        return cls(problem, dict(item["config"]), ratio, microseconds, item["triton"], item["date"])
 
 
 def shipped_folder() -> Path:
@@ -67,7 +69,7 @@ def user_folder() -> Path:
     """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
-        return Path(named)
+        return Path(named).expanduser()
     import platformdirs  # not to be loaded by ``import ops``
 
     return Path(platformdirs.user_cache_dir("normfuse")) / "tables"
@@ -77,26 +79,30 @@ def user_path(gpu: Gpu) -> Path:
     return user_folder() / f"{gpu.file_name}.json"
 
 
-def read_strictly(path: Path) -> tuple[str, tuple[Entry, ...]]:
-    """The GPU's name and the entries of a table. Raises ValueError for what is none."""
+def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
+    """The GPU and the entries of a table. Raises ValueError for what is none."""
     try:
         table = json.loads(path.read_text())
-        name = table["gpu"]
-        if not isinstance(name, str):
-            raise TypeError(f"{name!r} is no GPU's name")
-        return name, tuple(map(Entry.from_json, table["entries"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        gpu = Gpu(**table["gpu"])
+        for value, kind in zip(asdict(gpu).values(), (str, int, int, int), strict=True):
+            if type(value) is not kind:
+                raise TypeError(f"{value!r} is nothing of a GPU")
+        return gpu, tuple(map(Entry.from_json, table["entries"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no table of configs ({type(error).__name__}: {error})") from error
 
 
 @functools.cache
-def read(path: Path) -> tuple[Entry, ...]:
-    """A table's entries; none where there is no file, or, with one warning, where it is no table."""
-    if not path.is_file():
-        return ()
+def read(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
+    """A table's entries; none where there is no file, or, with one warning, where it is no table, or another GPU's."""
     try:
-        return read_strictly(path)[1]
-    except ValueError as error:
+        if not path.is_file():
+            return ()
+        its_gpu, entries = read_strictly(path)
+        if its_gpu.name != gpu.name:
+            raise ValueError(f"of another GPU, {its_gpu.name!r}")
+        return entries
+    except (OSError, ValueError) as error:
         warnings.warn(f"{path} is skipped: {error}", RuntimeWarning, stacklevel=2)
         return ()
 
@@ -123,7 +129,7 @@ def render(gpu: Gpu, entries: list[Entry]) -> str:
     """A table as text, its entries in order of their problems, one a line, so that versions of it can be compared."""
     ordered = sorted(entries, key=lambda entry: (str(entry.problem).split(" ")[:-1], entry.problem.sizes))
     lines = ",\n".join("  " + json.dumps(entry.to_json()) for entry in ordered)
-    return f'{{\n "gpu": {json.dumps(gpu.name)},\n "entries": [\n{lines}\n ]\n}}\n'
+    return f'{{\n "gpu": {json.dumps(asdict(gpu))},\n "entries": [\n{lines}\n ]\n}}\n'
 
 
 def write_atomically(path: Path, text: str) -> None:

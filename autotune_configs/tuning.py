@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -14,13 +15,16 @@ SWITCH_VARIABLE = "NORMFUSE_TUNE"
 #: Seconds that one problem may take.
 _BUDGET = 20.0
 
-_is_on = os.environ.get(SWITCH_VARIABLE, "0") not in ("", "0")
+_is_on = os.environ.get(SWITCH_VARIABLE, "").lower() in ("1", "true", "yes", "on")
 _tried: set[tuple[Problem, torch.device]] = set()
+#: One thread sweeps at a time; what it runs itself is not tuned.
+_lock = threading.Lock()
+_thread = threading.local()
 
 
 def is_on() -> bool:
     """Whether a problem that no table has is to be tuned when it is first met."""
-    return _is_on
+    return _is_on and not getattr(_thread, "sweeps", False)
 
 
 @contextlib.contextmanager
@@ -41,25 +45,36 @@ def tune_unseen_problems(enabled: bool = True) -> Iterator[None]:
 
 
 def tune_unseen(problem: Problem, device: torch.device) -> bool:
-    """Sweep the problem where it can be and no table has it; returns whether a table has changed."""
+    """Sweep the problem where it can be and no table has it; returns whether a table has changed.
+
+    Whatever goes wrong costs a warning, and not the call that met the problem.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or min(problem.sizes) < 1:
         return False
-    if (problem, device) in _tried:
-        return False
+    with _lock:
+        if (problem, device) in _tried:
+            return False
+        _tried.add((problem, device))
+        _thread.sweeps = True
+        try:
+            return _sweep(problem, device)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(f"{problem} is not tuned: {type(error).__name__}: {reason}", RuntimeWarning, stacklevel=2)
+            return False
+        finally:
+            _thread.sweeps = False
+
+
+def _sweep(problem: Problem, device: torch.device) -> bool:
     from autotune_configs import lookup, sweep  # which look up configs themselves
     from autotune_configs.gpus import Gpu
 
-    _tried.add((problem, device))
     found = lookup.find(problem, Gpu.of(device))
     if found.entry is not None and found.entry.problem == problem:
         return False
-    with tune_unseen_problems(False), torch.cuda.device(device):
-        try:
-            sweep.sweep_and_store([problem], device, budget=_BUDGET)
-        except OSError as error:
-            warnings.warn(f"what tuning found cannot be kept: {error}", RuntimeWarning, stacklevel=2)
-            return False
-        except torch.OutOfMemoryError:
-            warnings.warn(f"{problem} is not tuned: too little memory is free", RuntimeWarning, stacklevel=2)
-            return False
+    with torch.cuda.device(device):
+        (result,) = sweep.sweep_and_store([problem], device, budget=_BUDGET)
+    if result.failed:
+        raise RuntimeError(result.skipped)
     return True

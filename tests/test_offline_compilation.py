@@ -110,7 +110,7 @@ class Gemm:
 def table_gemms():
     """Of the target shape: ``python -m autotune_configs check`` compiles all."""
     for path in sorted(tables.shipped_folder().glob("*.json")):
-        for entry in tables.read(path):
+        for entry in tables.read_strictly(path)[1]:
             problem = entry.problem
             if problem.kernel.startswith("linear_") and problem.sizes[:3] == LINEAR_TARGET:
                 kernel, config = problem.kernel.removeprefix("linear_"), LinearConfig(**entry.config)

@@ -1,6 +1,7 @@
 """``python -m autotune_configs``: sweep (through the interpreter), show and check, and what it says to bad input."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,13 @@ import pytest
 from autotune_configs import __main__ as cli
 from autotune_configs import tables
 from autotune_configs.gpus import Gpu
+from autotune_configs.problem import Problem
+from autotune_configs.sweep import DeviceLost, Result
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_problem
 from triton_kernels.device import SHARED_MEMORY
 
 CPU_TABLE = Gpu("cpu", 90, 3, SHARED_MEMORY[90])
+PROBLEM = Problem("group_norm", "bfloat16", (4, 32, 8))
 SMALL = ["sweep", "--names", "group_norm", "--dtypes", "bfloat16", "--shapes"]
 
 
@@ -35,7 +39,7 @@ def refused(*arguments, capsys):
 def test_sweep_and_show(folder, capsys):
     status, output = run(*SMALL, "4x32x8", capsys=capsys)
     assert status == 0 and "group_norm bfloat16 4x32x8: " in output
-    (stored,) = tables.read(tables.user_path(CPU_TABLE))
+    (stored,) = tables.read(tables.user_path(CPU_TABLE), CPU_TABLE)
     assert f"{stored.ratio:.3f} x heuristic" in output
     status, output = run(*SMALL, "4x32x8,8x32x8", capsys=capsys)
     assert "4x32x8: in the table already" in output and "8x32x8: " in output
@@ -44,7 +48,7 @@ def test_sweep_and_show(folder, capsys):
 
 
 def test_budget(folder, capsys):
-    """Too little for the second problem, which the next sweep does."""
+    """Too little for any problem."""
     status, output = run(*SMALL, "4x32x8,8x32x8", "--budget-seconds", "0.000001", capsys=capsys)
     assert status == 0 and output.count("no time left") == 2
     assert "2 problems are not finished" in output
@@ -81,6 +85,17 @@ BAD = {
     ),
     "a kernel without shapes": (["sweep", "--names", "group_norm"], "argument --shapes: group_norm takes m x n x"),
     "budget": (["sweep", "--budget-seconds", "-1"], "argument --budget-seconds: "),
+    "processes": (["check", "--processes", "0"], "argument --processes: '0' is not a positive integer"),
+    "more digits than a size has": (["sweep", "--shapes", "9" * 5000 + "x1x1"], "is no shape"),
+    "groups that are not whole": (
+        ["sweep", "--names", "group_norm", "--shapes", "8x64x7"],
+        "argument --shapes: group_norm bfloat16 8x64x7 is no problem of the kernel: its groups must be whole",
+    ),
+    "a group wider than the matrix": (["sweep", "--names", "group_norm", "--shapes", "8x64x128"], "must be whole"),
+    "nothing to sweep": (
+        ["sweep", "--names", "l75", "--passes", "backward", "--shapes", "8x64x64"],
+        "has none that is",
+    ),
     "unknown GPU": (["show", "--gpu", "GT 710"], "argument --gpu: unknown GPU 'GT 710'"),
     "no such table": (["check", "nowhere.json"], "nowhere.json is no file"),
 }
@@ -95,6 +110,31 @@ def test_bad_input_gets_one_line(folder, capsys, monkeypatch, arguments, message
 def test_a_folder_that_cannot_be_written(folder, capsys):
     folder.write_text("a file where the folder should be")
     assert f"cannot write to {folder}" in refused(*SMALL, "4x32x8", capsys=capsys)
+
+
+def test_the_grid_is_the_linear_chains_and_others_keep_their_target(folder, capsys, monkeypatch):
+    """As the README has it: every chain, also that without a grid."""
+    monkeypatch.setattr(cli.sweep, "sweep_and_store", lambda problems, *arguments, **options: swept.extend(problems))
+    swept = []
+    assert run("sweep", "--grid", "--budget-seconds", "600", capsys=capsys)[0] == 0
+    assert {problem.sizes[0] for problem in swept if problem.kernel == "linear_bias"} >= {1, 16, 64, 256, 1024, 4096}
+    assert {problem.kernel for problem in swept} >= {"image_group_norm", "group_norm_backward"}
+
+
+def test_a_problem_that_cannot_be_swept_is_told(folder, capsys, monkeypatch):
+    result = Result(PROBLEM, skipped="too little memory is free", failed=True)
+    monkeypatch.setattr(cli.sweep, "sweep_and_store", lambda *_, on_result, **options: on_result(result))
+    status, output = run(*SMALL, "4x32x8", capsys=capsys)
+    assert status == 1 and "too little memory is free" in output
+
+
+def test_a_gpu_that_is_lost(folder, capsys, monkeypatch):
+    def lose(*arguments, **options):
+        raise DeviceLost("group_norm bfloat16 4x32x8: an illegal memory access")
+
+    monkeypatch.setattr(cli.sweep, "sweep_and_store", lose)
+    status, output = run(*SMALL, "4x32x8", capsys=capsys)
+    assert status == 1 and "an illegal memory access" in output and "goes on after it, in a new process" in output
 
 
 def test_without_a_gpu(folder, capsys, monkeypatch):
@@ -116,9 +156,8 @@ def test_check_compiles_the_entries(folder, capsys):
         tables.store(path, GPU, entry(config, m=m, n=256, k=256))
     status, output = run("check", str(path), "--processes", "1", capsys=capsys)
     assert status == 0 and "1 tables, 2 different launches compiled, 0 faults" in output
-    tables.store(
-        path, GPU, entry(SECOND, linear_problem(n=256, k=256, kernel="linear_group_norm_hardtanh", group_size=128))
-    )
+    other = linear_problem(n=256, k=256, kernel="linear_group_norm_hardtanh", group_size=128)
+    tables.store(path, GPU, entry(SECOND, other))
     path.with_name("notes.json").write_text("notes of mine")
     status, output = run("check", str(path), str(path.with_name("notes.json")), "--processes", "1", capsys=capsys)
     assert status == 1 and "is no valid config" in output and "no table of configs" in output and "2 faults" in output
@@ -144,5 +183,6 @@ def test_a_killed_sweep_goes_on(folder, tmp_path):
     assert len(known) >= 3 and not tables.user_path(CPU_TABLE).exists()
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, timeout=300)
     assert finished.returncode == 0, finished.stderr
-    (stored,) = tables.read(tables.user_path(CPU_TABLE))
+    (stored,) = tables.read(tables.user_path(CPU_TABLE), CPU_TABLE)
     assert stored.problem.sizes == (64, 512, 8) and not journal.exists()
+    assert int(re.search(r"of (\d+) configs", finished.stdout)[1]) >= len(known)

@@ -16,12 +16,17 @@ from triton_kernels.image_group_norm import ImageNormConfig
 from triton_kernels.linear import LinearConfig
 
 
+NORMALISING = "linear_hardtanh_mish_group_norm"
+
+
 @pytest.fixture
 def table(folder, monkeypatch):
     """What ships; nothing is the user's own."""
     shipped = []
     read = tables.read
-    monkeypatch.setattr(tables, "read", lambda path: tuple(shipped) if path == tables.shipped_path(GPU) else read(path))
+    monkeypatch.setattr(
+        tables, "read", lambda path, gpu: tuple(shipped) if path == tables.shipped_path(GPU) else read(path, gpu)
+    )
     tables.read.cache_clear = read.cache_clear
     return shipped
 
@@ -51,9 +56,9 @@ def test_nearest_entry(table):
 
 
 def test_the_width_of_groups_counts(table):
-    table += [entry(FIRST, group_size=16), entry(SECOND, group_size=64)]
-    assert find(group_size=16).config == FIRST
-    assert find(group_size=64).config == SECOND
+    table += [entry(FIRST, group_size=16, kernel=NORMALISING), entry(SECOND, group_size=64, kernel=NORMALISING)]
+    assert find(group_size=16, kernel=NORMALISING).config == FIRST
+    assert find(group_size=64, kernel=NORMALISING).config == SECOND
 
 
 def test_far_entries_say_nothing(table):
@@ -75,11 +80,10 @@ def test_what_is_no_size_must_be_the_same(table):
 
 
 def test_tiles_hold_groups_where_they_can(table):
-    table += [entry(SECOND), entry(FIRST, m=4096)]
-    assert find(group_size=8).config == SECOND
-    found = find(group_size=128, n=8192).config
-    assert found.holds_groups_of(128) and found != SECOND, "nearer, but it does not hold the groups"
-    assert find(group_size=256).config.holds_groups_of(256)
+    table += [entry(SECOND, group_size=64, kernel=NORMALISING), entry(FIRST, m=4096, group_size=64, kernel=NORMALISING)]
+    assert find(group_size=32, kernel=NORMALISING).config == SECOND
+    assert find(group_size=128, kernel=NORMALISING).config == FIRST, "further away, but it holds the groups"
+    assert find(group_size=256, kernel=NORMALISING).config.holds_groups_of(256)
 
 
 def test_entries_that_do_not_fit_are_passed_over(table):

@@ -35,6 +35,8 @@ class Bench:
     faults: dict
     warming: float = 1.0  # how much slower each timing is than the one before
     interrupt_after: int | None = None
+    fault_once: bool = False
+    too_large_in_training: tuple = ()
     time: float = 0.0
 
     def workload_of(self, problem, device):
@@ -44,13 +46,18 @@ class Bench:
         self.launched.append(config)
         if self.interrupt_after is not None and len(self.launched) > self.interrupt_after:
             raise KeyboardInterrupt
-        fault = self.faults.get(config)
+        fault = self.faults.pop(config, None) if self.fault_once else self.faults.get(config)
         if isinstance(fault, Exception):
             raise fault
         return fault
 
     def launch(self, config):
         self._last = config
+
+    def launch_variants(self, config):
+        """What is kept for the backward pass, too."""
+        if config in self.too_large_in_training:
+            raise RuntimeError("out of resources")
 
     def clock(self, call):
         call()
@@ -72,7 +79,7 @@ def run(bench, problems=(PROBLEM,), **options):
 
 def stored():
     tables.read.cache_clear()
-    return {entry.problem: entry for entry in tables.read(tables.user_path(GPU))}
+    return {entry.problem: entry for entry in tables.read(tables.user_path(GPU), GPU)}
 
 
 def test_the_interpreters_gpu():
@@ -202,10 +209,49 @@ def test_each_problem_is_stored_as_soon_as_it_is_known(bench):
     assert seen == [{PROBLEM}, {PROBLEM, OTHER}]
 
 
-def test_out_of_memory_is_no_fault_of_a_config(bench):
+def test_too_large_a_problem_is_no_fault_of_a_config(bench):
+    """Nothing is kept of it, and the next one is swept."""
     bench.faults[HEURISTIC] = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(torch.OutOfMemoryError):
+    bench.fault_once = True
+    first, second = run(bench, [PROBLEM, OTHER])
+    assert first.failed and first.is_red and first.entry is None and "too little memory" in first.skipped
+    assert set(stored()) == {OTHER} and second.entry is not None
+    (again,) = run(bench)
+    assert again.entry is not None, "it is tried again"
+
+
+def test_a_sweep_cut_short_replaces_nothing_better(bench):
+    run(bench)
+    best = stored()[PROBLEM]
+    (result,) = run(bench, again=True, budget=1)
+    assert not result.is_whole and result.entry.ratio > best.ratio
+    assert stored()[PROBLEM] == best
+
+
+def test_a_lost_gpu_ends_the_sweep(bench, monkeypatch):
+    """What was under way is in the journal, so that the next sweep passes it over; what comes later is not."""
+    bench.faults[BEST] = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(sweep.Search, "_check_device", lose)
+    with pytest.raises(sweep.DeviceLost):
         run(bench)
+    assert bench.launched[-1] == BEST
+    tried, bench.launched = bench.launched[:], []
+    (result,) = run(bench)
+    assert not set(tried) & set(bench.launched)
+    assert GroupNormConfig(**result.entry.config) != BEST
+
+
+def lose(search, outcome):
+    raise sweep.DeviceLost(outcome.reason)
+
+
+@pytest.mark.parametrize("line", ["[" * 5000, "[]", "5", "notes", '{"triton": null}', b"\xff\xfe"])
+def test_other_lines_in_a_journal_are_passed_over(bench, line):
+    path = sweep.journal_path(PROBLEM, GPU)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(line if isinstance(line, bytes) else line.encode())
+    run(bench)
+    assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
 
 
 def test_the_best_must_serve_every_launch(bench):
@@ -217,4 +263,11 @@ def test_the_best_must_serve_every_launch(bench):
 
     (result,) = run(bench, resources=Resources())
     assert BEST in bench.launched
+    assert GroupNormConfig(**result.entry.config) != BEST and result.entry.ratio < 1
+
+
+def test_without_resources_every_launch_is_tried(bench):
+    """As in tuning in place, which compiles nothing ahead."""
+    bench.too_large_in_training = (BEST,)
+    (result,) = run(bench)
     assert GroupNormConfig(**result.entry.config) != BEST and result.entry.ratio < 1

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import warnings
+from dataclasses import asdict
 
 import pytest
 import triton
@@ -19,8 +20,8 @@ by_table = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 
 @by_table
 def test_shipped_entries(path):
-    name, entries = tables.read_strictly(path)
-    gpu = Gpu.called(name)
+    gpu, entries = tables.read_strictly(path)
+    assert gpu == Gpu.called(gpu.name)
     assert path == tables.shipped_path(gpu)
     problems = [entry.problem for entry in entries]
     assert entries and len(set(problems)) == len(problems), "two entries for one problem"
@@ -37,14 +38,14 @@ def test_shipped_entries(path):
 
 @by_table
 def test_each_entry_is_found_at_its_problem(path, folder):
-    name, entries = tables.read_strictly(path)
+    gpu, entries = tables.read_strictly(path)
     for each in entries:
-        assert lookup.find(each.problem, Gpu.called(name)).entry == each
+        assert lookup.find(each.problem, gpu).entry == each
 
 
 @by_table
 def test_target_shapes_are_there(path):
-    problems = {entry.problem for entry in tables.read(path)}
+    problems = {entry.problem for entry in tables.read_strictly(path)[1]}
     for chain in CHAINS.values():
         for dtype in DTYPES:
             assert problems.issuperset(chain.problems(chain.target, dtype, PASSES)), (chain, dtype)
@@ -55,7 +56,8 @@ def test_h200_is_shipped():
 
 
 def test_unknown_gpu_has_no_table():
-    assert tables.read(tables.shipped_path(Gpu("NVIDIA GeForce GT 710", 35, 1, 49152))) == ()
+    unknown = Gpu("NVIDIA GeForce GT 710", 35, 1, 49152)
+    assert tables.read(tables.shipped_path(unknown), unknown) == ()
 
 
 def test_store_and_read(folder):
@@ -63,7 +65,7 @@ def test_store_and_read(folder):
     tables.store(path, GPU, entry(FIRST))
     tables.store(path, GPU, entry(SECOND, m=2048))
     tables.store(path, GPU, entry(SECOND))
-    assert tables.read(path) == (entry(SECOND), entry(SECOND, m=2048)), "the newer of two for one problem"
+    assert tables.read(path, GPU) == (entry(SECOND), entry(SECOND, m=2048)), "the newer of two for one problem"
     assert [file.suffix for file in folder.iterdir() if file.suffix != ".lock"] == [".json"], "nothing is left behind"
 
 
@@ -74,17 +76,28 @@ def test_folder_named_by_the_environment(folder, monkeypatch, tmp_path):
     assert tables.user_folder() == tmp_path / "normfuse" / "tables"
 
 
+def table_of(**changes):
+    return json.dumps({"gpu": asdict(GPU), "entries": [{**entry().to_json(), **changes}]})
+
+
 DAMAGED = {
     "empty": "",
-    "cut off": '{"gpu": "NVIDIA H200", "entries": [{"ker',
+    "cut off": '{"gpu": {"name": "NVIDIA H200"}, "entries": [{"ker',
     "a list": "[]",
-    "no entries": '{"gpu": "NVIDIA H200"}',
+    "deep": "[" * 100000,
+    "no entries": json.dumps({"gpu": asdict(GPU)}),
     "no gpu": '{"entries": []}',
-    "another tool's": '{"gpu": "NVIDIA H200", "entries": [{"block_size": 16}]}',
-    "negative size": json.dumps({"gpu": "NVIDIA H200", "entries": [{**entry().to_json(), "sizes": [-1, 2, 3, 4]}]}),
-    "size in words": json.dumps({"gpu": "NVIDIA H200", "entries": [{**entry().to_json(), "sizes": ["many"]}]}),
-    "config in words": json.dumps({"gpu": "NVIDIA H200", "entries": [{**entry().to_json(), "config": {"x": "y"}}]}),
-    "no ratio": json.dumps({"gpu": "NVIDIA H200", "entries": [{**entry().to_json(), "ratio": None}]}),
+    "a name for a gpu": '{"gpu": "NVIDIA H200", "entries": []}',
+    "another GPU's": json.dumps({"gpu": {**asdict(GPU), "name": "NVIDIA L4"}, "entries": []}),
+    "another tool's": json.dumps({"gpu": asdict(GPU), "entries": [{"block_size": 16}]}),
+    "negative size": table_of(sizes=[-1, 2, 3, 4]),
+    "size in words": table_of(sizes=["many"]),
+    "config in words": table_of(config={"x": "y"}),
+    "huge config": table_of(config={"block_m": 10**30}),
+    "no ratio": table_of(ratio=None),
+    "ratio of nothing": table_of(ratio=float("nan")),
+    "list for a layout": table_of(layout=["x"]),
+    "dict for a precision": table_of(precision={}),
     "not text": b"\xff\xfe\x00",
 }
 
@@ -107,7 +120,7 @@ def test_a_damaged_file_is_kept_beside_the_new_table(folder):
     folder.mkdir()
     path.write_text("notes of mine")
     tables.store(path, GPU, entry())
-    assert tables.read(path) == (entry(),)
+    assert tables.read(path, GPU) == (entry(),)
     assert path.with_name(path.name + ".damaged").read_text() == "notes of mine"
 
 
@@ -117,6 +130,36 @@ def test_a_folder_that_cannot_be_written(folder):
         tables.store(tables.user_path(GPU), GPU, entry())
 
 
+#: In a sound table: entries that nothing can match, or that no kernel could run with.
+STRANGE = {
+    "unknown kernel": {"kernel": "softmax"},
+    "unknown dtype": {"dtype": "int8"},
+    "unknown layout": {"layout": "strided"},
+    "too few sizes": {"sizes": [1024, 8192]},
+    "no power of two": {"config": {**entry().config, "block_m": 48}},
+    "too many warps": {"config": {**entry().config, "num_warps": 64}},
+    "three strips": {"config": {**entry().config, "epilogue_strips": 3}},
+    "another setting": {"config": {**entry().config, "swizzle": 1}},
+}
+
+
+@pytest.mark.parametrize("changes", STRANGE.values(), ids=STRANGE)
+def test_strange_entries_are_passed_over(folder, changes, monkeypatch):
+    monkeypatch.setattr(tables, "shipped_folder", lambda: folder / "none")
+    folder.mkdir()
+    tables.user_path(GPU).write_text(table_of(**changes))
+    assert lookup.find(entry().problem, GPU).entry is None
+    tables.store(tables.user_path(GPU), GPU, entry(m=2048))
+    lookup.forget()
+    assert lookup.find(entry().problem, GPU).entry == entry(m=2048), "the others are not"
+
+
+def test_a_folder_with_a_name_too_long(folder, monkeypatch):
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, "/tmp/" + 300 * "n")
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        lookup.find(entry().problem, GPU)
+
+
 def test_an_interruption_leaves_the_old_table(folder, monkeypatch):
     path = tables.user_path(GPU)
     tables.store(path, GPU, entry())
@@ -124,7 +167,7 @@ def test_an_interruption_leaves_the_old_table(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tables.store(path, GPU, entry(SECOND))
     tables.read.cache_clear()
-    assert tables.read(path) == (entry(),)
+    assert tables.read(path, GPU) == (entry(),)
     assert not list(folder.glob("*.partial"))
 
 
@@ -142,4 +185,4 @@ def test_two_sweeps_at_once_lose_nothing(folder):
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert {entry.problem.sizes[0] for entry in tables.read(path)} == {*range(1, 21), *range(101, 121)}
+    assert {entry.problem.sizes[0] for entry in tables.read(path, GPU)} == {*range(1, 21), *range(101, 121)}

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ def swept(folder, monkeypatch):
         assert not tuning.is_on(), "what the sweep itself runs is not tuned"
         for problem in wanted:
             tables.store(tables.user_path(GPU), GPU, entry(FOUND, problem))
+        return [sweep.Result(problem) for problem in wanted]
 
     monkeypatch.setattr(sweep, "sweep_and_store", sweep_and_store)
     monkeypatch.setattr(Gpu, "of", lambda device: GPU)
@@ -95,7 +98,7 @@ def test_an_empty_problem_is_not_tuned(swept):
     assert swept == []
 
 
-@pytest.mark.parametrize("error", [PermissionError("read-only"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("error", [PermissionError("read-only"), RuntimeError("a stream is capturing")], ids=str)
 def test_a_failure_is_told_once_and_the_call_goes_on(swept, monkeypatch, error):
     def fail(*arguments, **options):
         raise error
@@ -103,9 +106,30 @@ def test_a_failure_is_told_once_and_the_call_goes_on(swept, monkeypatch, error):
     monkeypatch.setattr(sweep, "sweep_and_store", fail)
     before = lookup.find(PROBLEM, GPU).config
     with autotune_configs.tune_unseen_problems():
-        with pytest.warns(RuntimeWarning):
+        with pytest.warns(RuntimeWarning, match="is not tuned"):
             assert look_up() == before
-        assert look_up() == before
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert look_up() == before
+
+
+def test_a_problem_that_cannot_be_swept_is_told(swept, monkeypatch):
+    result = sweep.Result(PROBLEM, skipped="too little memory is free", failed=True)
+    monkeypatch.setattr(sweep, "sweep_and_store", lambda *arguments, **options: [result])
+    with autotune_configs.tune_unseen_problems(), pytest.warns(RuntimeWarning, match="too little memory"):
+        look_up()
+
+
+def test_threads_tune_one_after_another(swept):
+    """Each of its own problem; the switch is as it was in the end."""
+    with autotune_configs.tune_unseen_problems():
+        threads = [threading.Thread(target=look_up, args=(M,)) for M in (1024, 2048, 4096)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert tuning.is_on()
+    assert sorted(problem.sizes[0] for problem in swept) == [1024, 2048, 4096]
 
 
 def test_can_be_switched_off_within(swept):
@@ -114,7 +138,7 @@ def test_can_be_switched_off_within(swept):
     assert swept == []
 
 
-@pytest.mark.parametrize("value, is_on", [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("value, is_on", [("1", True), ("on", True), ("0", False), ("", False), ("false", False)])
 def test_environment(value, is_on):
     code = "from autotune_configs import tuning; print(tuning.is_on())"
     environment = {**os.environ, tuning.SWITCH_VARIABLE: value}
