@@ -15,7 +15,6 @@ from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_pro
 from triton_kernels.image_group_norm import ImageNormConfig
 from triton_kernels.linear import LinearConfig
 
-
 NORMALISING = "linear_hardtanh_mish_group_norm"
 
 
