@@ -172,14 +172,14 @@ def _draw_bars(panel: Axes, cells: list[CellResult], labels: list[str], peers: l
 
 
 def _draw_lines(panel: Axes, cells: list[CellResult]) -> None:
-    """Cells in the order of their batches."""
+    """A line over all batches of the grid, broken where a cell is missing."""
     colours = matplotlib.colormaps["viridis"]
     for index, size in enumerate(GRID_FEATURES):
         points = {GRID[cell.key.shape][0]: cell.ours_to_best for cell in cells if GRID[cell.key.shape][1] == size}
         if points:
             panel.plot(
-                list(points),
-                list(points.values()),
+                GRID_BATCHES,
+                [points.get(batch, math.nan) for batch in GRID_BATCHES],
                 marker=_MARKERS[index],
                 markersize=5,
                 linewidth=1.5,
