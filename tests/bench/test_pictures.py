@@ -88,7 +88,7 @@ def grid(ratio=0.5, **others):
     ]
 
 
-def points(line):
+def points_of(line):
     """Batch and ratio of each cell that is there; a line is broken at the others."""
     assert list(line.get_xdata()) == list(GRID_BATCHES)
     return {batch: ratio for batch, ratio in zip(*line.get_data(), strict=True) if not math.isnan(ratio)}
@@ -101,11 +101,11 @@ def test_growth(results):
     panels = {panel.get_title(): panel for panel in figure.axes}
     assert list(panels) == ["L94 bfloat16", "L30 bfloat16", "L94 float32 high", "L30 float32 high"]
     lines = {line.get_label(): line for line in panels["L94 bfloat16"].get_lines()}
-    assert points(lines["2048 features"]) == {1: 0.5, 64: 0.5}
-    assert list(points(lines["4096 features"]).values()) == [1.0, 1.0]
-    assert list(points(lines["8192 features"])) == [1024]  # the target's
+    assert points_of(lines["2048 features"]) == {1: 0.5, 64: 0.5}
+    assert list(points_of(lines["4096 features"]).values()) == [1.0, 1.0]
+    assert list(points_of(lines["8192 features"])) == [1024]  # the target's
     (high,) = (line for line in panels["L94 float32 high"].get_lines() if line.get_label() == "4096 features")
-    assert list(points(high).values()) == [2.0, 2.0]
+    assert list(points_of(high).values()) == [2.0, 2.0]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["2048 features", "4096 features", "8192 features"]
 
@@ -114,7 +114,7 @@ def test_growth_of_each_mode(results):
     found = results(grid())
     for mode, expected in (("forward", 1.5), ("training", 0.5)):
         (panel,) = draw_growth(found, mode).axes
-        assert list(points(panel.get_lines()[0]).values()) == [expected, expected]
+        assert list(points_of(panel.get_lines()[0]).values()) == [expected, expected]
 
 
 def test_grid_stays_out_of_the_others(results):
