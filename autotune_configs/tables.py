@@ -70,9 +70,11 @@ def user_folder() -> Path:
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named).expanduser()
-    import platformdirs  # not to be loaded by ``import ops``
-
-    return Path(platformdirs.user_cache_dir("normfuse")) / "tables"
+    try:
+        from platformdirs import user_cache_dir  # not to be loaded by ``import ops``
+    except ImportError:  # packages borrowed from a GPU machine without a network: its rule for Linux
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normfuse" / "tables"
+    return Path(user_cache_dir("normfuse")) / "tables"
 
 
 def user_path(gpu: Gpu) -> Path:

@@ -2,8 +2,10 @@
 
 import json
 import multiprocessing
+import sys
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import triton
@@ -74,6 +76,10 @@ def test_folder_named_by_the_environment(folder, monkeypatch, tmp_path):
     monkeypatch.delenv(tables.FOLDER_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tables.user_folder() == tmp_path / "normfuse" / "tables"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with_platformdirs = tables.user_folder()
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert tables.user_folder() == with_platformdirs == Path.home() / ".cache" / "normfuse" / "tables"
 
 
 def table_of(**changes):
