@@ -2,12 +2,13 @@
 
 import pytest
 
-from autotune_configs import lookup, tables
+from autotune_configs import lookup, tables, tuning
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path / "tables"))
+    monkeypatch.setattr(tuning, "_tried", set())
     lookup.forget()
     yield tmp_path / "tables"
     lookup.forget()

@@ -38,7 +38,6 @@ def swept(folder, monkeypatch):
     monkeypatch.setattr(Gpu, "of", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(tuning, "_tried", set())
     return problems
 
 
