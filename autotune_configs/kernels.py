@@ -7,12 +7,11 @@ best, which differ from it by one step in one field.
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
-import triton
-
 from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
 from autotune_configs.problem import Problem
 from triton_kernels.convolution import ConvolutionConfig
+from triton_kernels.grid import next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.image_group_norm import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
 from triton_kernels.linear import LinearConfig
@@ -48,10 +47,9 @@ class Kernel:
         if set(values) != {field.name for field in fields(self.config_class)} or not self.takes(problem):
             return None
         config = self.config_class(**values)
-        if config == self.heuristic(problem, gpu):
-            return config
-        in_space = all(values[name] in known for name, known in self.space.items())
-        return config if in_space and self.is_valid(config, problem, gpu) else None
+        if all(values[name] in known for name, known in self.space.items()):
+            return config if self.is_valid(config, problem, gpu) else None
+        return config if config == self.heuristic(problem, gpu) else None
 
     def takes(self, problem: Problem) -> bool:
         """Whether this is a problem of the kernel at all: its sizes, whole groups, dtype, precision and layout."""
@@ -110,14 +108,14 @@ def _linear_is_valid(config: LinearConfig, problem: Problem, gpu: Gpu) -> bool:
     element_size = ELEMENT_SIZES[problem.dtype]
     if K * element_size % 16 != 0:  # read without tensor descriptors, which the heuristic has tiles of its own for
         return config == _linear_heuristic(problem, gpu)
-    if group_size <= WIDEST_TILE and _linear_heuristic(problem, gpu).holds_groups_of(group_size):
+    if 1 < group_size <= WIDEST_TILE and _linear_heuristic(problem, gpu).holds_groups_of(group_size):
         if not config.holds_groups_of(group_size):
             return False
     if element_size == 4 and config.block_k > _DEEPEST_FLOAT32_BLOCK:
         return False
     trapped = gpu.architecture == 100 and element_size == 4 and (config.block_m, config.block_n) == (64, 256)
     return (
-        config.block_m <= max(16, triton.next_power_of_2(M))
+        config.block_m <= max(16, next_power_of_2(M))
         and config.block_m * config.block_n <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
         and min(config.block_m, config.block_n, config.block_k) >= 16
         and config.epilogue_columns >= 16
@@ -130,7 +128,7 @@ def _linear_starts(problem: Problem) -> Iterable[LinearConfig]:
     """A tile of each shape. Few rows leave little to do but to read the weights, as many bytes under way as can be."""
     M = problem.sizes[0]
     element_size = ELEMENT_SIZES[problem.dtype]
-    tallest = max(16, triton.next_power_of_2(M))
+    tallest = max(16, next_power_of_2(M))
     for block_m in (min(tallest, 64), min(tallest, 128), min(tallest, 256)):
         for block_n in (32, 64, 128, 256):
             warps = 8 if block_m * block_n > 64 * 64 else 4
@@ -178,14 +176,14 @@ def _group_norm_is_valid(config: GroupNormConfig, problem: Problem, gpu: Gpu) ->
         config.block_columns >= blocks["BLOCK_GROUP"]
         and config.rows_per_program % config.block_m == 0
         and values <= max(64 * 32 * config.num_warps, blocks["BLOCK_GROUP"])
-        and config.rows_per_program <= max(config.block_m, triton.next_power_of_2(M))
+        and config.rows_per_program <= max(config.block_m, next_power_of_2(M))
     )
 
 
 def _group_norm_starts(problem: Problem) -> Iterable[GroupNormConfig]:
     heuristic = heuristic_group_norm_config(*problem.sizes)
     for block_m in (1, 4, 16):
-        rows = max(block_m, triton.next_power_of_2(heuristic.rows_per_program))
+        rows = max(block_m, next_power_of_2(heuristic.rows_per_program))
         yield replace(heuristic, block_m=block_m, rows_per_program=rows)
 
 
@@ -218,8 +216,8 @@ def _image_norm_heuristic(problem: Problem, gpu: Gpu) -> ImageNormConfig:
 def _image_norm_is_valid(config: ImageNormConfig, problem: Problem, gpu: Gpu) -> bool:
     _, channels, pixels, _ = problem.sizes
     return (
-        config.block_c <= triton.next_power_of_2(channels)
-        and config.block_s <= max(16, triton.next_power_of_2(pixels))
+        config.block_c <= next_power_of_2(channels)
+        and config.block_s <= max(16, next_power_of_2(pixels))
         and config.block_c * config.block_s <= 64 * 32 * config.num_warps
     )
 

@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from autotune_configs import tables, tuning
@@ -33,32 +34,34 @@ def find(problem: Problem, gpu: Gpu) -> Found:
     """The config for a problem: the user's entry for just this problem, the shipped one, the nearest of all entries of
     the same kernel, dtype, precision and layout that is valid here, or the heuristic's."""
     kernel = KERNELS[problem.kernel]
-    logarithms = _logarithms(problem.sizes)
-    near = []
-    for number, (entry, table, its_logarithms) in enumerate(_entries(gpu).get(_kind(problem), ())):
-        distance = sum(abs(mine - its) for mine, its in zip(logarithms, its_logarithms, strict=True))
-        if distance <= _NEAR:
-            near.append((distance, number, entry, table))
-    # The first of those that are equally near: the user's own come before the shipped ones.
-    for _, _, entry, table in sorted(near, key=lambda each: each[:2]):
-        config = kernel.config_of(entry.config, problem, gpu)
-        if config is not None:
-            return Found(config, entry, table)
+    entries, logarithms = _entries(gpu).get(_kind(problem), ((), None))
+    if entries:
+        distances = np.abs(logarithms - _logarithms(problem.sizes)).sum(1)
+        # The first of those that are equally near: the user's own come before the shipped ones.
+        for place in np.argsort(distances, kind="stable"):
+            if distances[place] > _NEAR:
+                break
+            entry, table = entries[place]
+            config = kernel.config_of(entry.config, problem, gpu)
+            if config is not None:
+                return Found(config, entry, table)
     return Found(kernel.heuristic(problem, gpu))
 
 
 @functools.cache
-def _entries(gpu: Gpu) -> dict[tuple, list[tuple[Entry, str, tuple[float, ...]]]]:
-    """All entries for a GPU, with the tables that they are from and the logarithms of their sizes, by what is no size;
-    the user's own first."""
+def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]]:
+    """All entries for a GPU with the tables that they are from, and the logarithms of their sizes [entries, sizes], by
+    what is no size; the user's own first."""
     found = {}
     for path in (tables.user_path(gpu), tables.shipped_path(gpu)):
         for entry in tables.read(path, gpu):
             kernel = KERNELS.get(entry.problem.kernel)
             if kernel and kernel.takes(entry.problem):
-                item = entry, str(path), _logarithms(entry.problem.sizes)
-                found.setdefault(_kind(entry.problem), []).append(item)
-    return found
+                found.setdefault(_kind(entry.problem), []).append((entry, str(path)))
+    return {
+        kind: (entries, np.array([_logarithms(entry.problem.sizes) for entry, _ in entries]))
+        for kind, entries in found.items()
+    }
 
 
 def _kind(problem: Problem) -> tuple:

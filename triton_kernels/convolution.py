@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import INTERPRETED, on_device_of
-from triton_kernels.grid import blocks_of
+from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.image_group_norm import PartialStatistics
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
@@ -47,7 +47,7 @@ class ConvolutionConfig:
     @classmethod
     def fit(cls, in_channels: int, out_channels: int) -> "ConvolutionConfig":
         """Blocks no wider than the channels need."""
-        block_c, block_o = (max(16, triton.next_power_of_2(channels)) for channels in (in_channels, out_channels))
+        block_c, block_o = (max(16, next_power_of_2(channels)) for channels in (in_channels, out_channels))
         return cls(block_o=min(64, block_o), block_c=min(32, block_c))
 
 

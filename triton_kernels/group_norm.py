@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import blocks_of, grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.group_statistics import normalize_groups
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.row_minimum import store_row_minimum
@@ -35,7 +35,7 @@ class GroupNormConfig:
     num_warps: int = 8
 
     def blocks(self, group_size: int) -> dict[str, int]:
-        block_group = triton.next_power_of_2(group_size)
+        block_group = next_power_of_2(group_size)
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_G": max(1, self.block_columns // block_group),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import blocks_of, grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise, identity
 
@@ -45,9 +45,9 @@ class ImageNormConfig:
         The best of those tried on an H200 at the target size.
         """
         if long_rows:
-            block_s = min(1024, max(16, triton.next_power_of_2(pixels)))
-            return cls(min(4096 // block_s, triton.next_power_of_2(channels)), block_s)
-        return cls(min(64, triton.next_power_of_2(channels)), 64)
+            block_s = min(1024, max(16, next_power_of_2(pixels)))
+            return cls(min(4096 // block_s, next_power_of_2(channels)), block_s)
+        return cls(min(64, next_power_of_2(channels)), 64)
 
     @classmethod
     def fit(cls, *images: torch.Tensor) -> "ImageNormConfig":
@@ -395,8 +395,8 @@ def strides_in_units(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
 @functools.lru_cache
 def _merged_blocks(group_size: int, places: int) -> tuple[int, int]:
     """Channels of a group, and places of a sample, that a program merges at a time."""
-    block_c = min(64, triton.next_power_of_2(group_size))
-    return block_c, min(2048 // block_c, triton.next_power_of_2(places))
+    block_c = min(64, next_power_of_2(group_size))
+    return block_c, min(2048 // block_c, next_power_of_2(places))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import blocks_of, grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 
 _NO_COLUMN = tl.constexpr(2147483647)
 
@@ -151,7 +151,7 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
     C = output.shape[0]
     if M == 0:
         return
-    block_group = triton.next_power_of_2(group_size)
+    block_group = next_power_of_2(group_size)
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128
     column_blocks = max(1, blocks_of(C, block_c))  # the first keeps the winner, even where the bias is empty
@@ -167,7 +167,7 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
             C,
             GROUP_SIZE=group_size,
             BLOCK_GROUP=block_group,
-            BLOCK_TILES=min(32, triton.next_power_of_2(tiles)),
+            BLOCK_TILES=min(32, next_power_of_2(tiles)),
             BLOCK_M=block_m,
             BLOCK_C=block_c,
             num_warps=4,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import INTERPRETED, on_device_of
-from triton_kernels.grid import blocks_of, grid_of, second_place
+from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
@@ -273,7 +273,7 @@ def winner_backward(minimum_gradient, winner, norm_weight, group_size: int) -> t
     z_gradient = torch.empty_like(normalized)
     if M == 0:
         return z_gradient
-    block_group = triton.next_power_of_2(group_size)
+    block_group = next_power_of_2(group_size)
     block_m = max(1, 2048 // block_group)
     with on_device_of(column):
         winner_backward_kernel[(blocks_of(M, block_m),)](
@@ -314,7 +314,7 @@ def input_gradient(z_gradient, column, order, weight, output) -> None:
     M, K = output.shape
     if M == 0 or K == 0:
         return
-    block_k = min(1024, triton.next_power_of_2(K))
+    block_k = min(1024, next_power_of_2(K))
     with on_device_of(output):
         input_gradient_kernel[grid_of(M, blocks_of(K, block_k))](
             z_gradient,
@@ -335,8 +335,8 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     N, K = output.shape
     if K == 0:
         return
-    block_group = max(16, triton.next_power_of_2(group_size))
-    block_k = max(16, min(4096 // block_group, triton.next_power_of_2(K)))
+    block_group = max(16, next_power_of_2(group_size))
+    block_k = max(16, min(4096 // block_group, next_power_of_2(K)))
     with on_device_of(output):
         weight_gradient_kernel[grid_of(N // group_size, blocks_of(K, block_k))](
             z_gradient,
@@ -359,7 +359,7 @@ def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> to
     column, _, normalized = winner
     group_size = normalized.shape[1]
     num_groups = offsets.numel() - 1
-    block_group = triton.next_power_of_2(group_size)
+    block_group = next_power_of_2(group_size)
     sums = torch.empty(3, num_groups * group_size, dtype=torch.float32, device=column.device)
     with on_device_of(column):
         column_gradients_kernel[(num_groups,)](

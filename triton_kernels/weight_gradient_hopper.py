@@ -18,7 +18,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
-from triton_kernels.grid import blocks_of
+from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.hopper import runs_hopper_kernels
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
@@ -89,7 +88,7 @@ class Taps:
         What a copy takes is at least an atom of 8 pixels.
         """
         reach, least = (self.reach[1], 8) if self.shared_box else (self.reach[0], 1)
-        return max(least, triton.next_power_of_2(reach)) if reach else 0
+        return max(least, next_power_of_2(reach)) if reach else 0
 
     @property
     def box(self) -> tuple[int, int]:

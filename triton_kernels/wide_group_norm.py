@@ -15,7 +15,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import on_device_of
-from triton_kernels.grid import blocks_of
+from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
@@ -352,7 +352,7 @@ def wide_group_norm_backward(
         statistics = group_statistics(input, num_groups, eps, activation=activation, bounds=bounds)
     sums = torch.empty(2, B, C, dtype=torch.float32, device=input.device)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
-    block_pixels = min(1024, triton.next_power_of_2(S))
+    block_pixels = min(1024, next_power_of_2(S))
     block_rows = 1024 // block_pixels
     with on_device_of(input):
         channel_sums_kernel[(blocks_of(B * C, block_rows),)](
