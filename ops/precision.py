@@ -23,8 +23,8 @@ def library_multiplies(dtype: torch.dtype, rows: int, depth: int) -> bool:
     5.6e-4 against 2.9e-4 of error at depth 8192 (H200), and rounding in the kernel would take longer than the product.
     Where few terms are added: three TF32 products are wrong by about 2e-7 at any depth, the library's sum of float32
     products by less than that below some hundred terms (6e-7 at 1024). And for few rows, where the library adds a
-    product up in several parts, and so more exactly: at 16 x 2048 x 2048 a bias's gradient is off by 9e-8, with three
-    TF32 products, whose operands are cut off, by 2.7e-7.
+    product up in several parts, and so more exactly (9e-8 in a bias's gradient at 16 x 2048 x 2048), while the settings
+    that are as fast there add up too many terms on the tensor cores (2.7e-7; docs/performance.md).
     """
     if dtype != torch.float32:
         return False
