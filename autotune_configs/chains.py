@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from autotune_configs.heuristics import WIDEST_TILE, is_power_of_two
-from autotune_configs.kernels import CHANNELS_LAST, CONTIGUOUS
+from autotune_configs.kernels import ELEMENT_SIZES
 from autotune_configs.problem import Problem
+from triton_kernels.image_group_norm import CHANNELS_LAST, CONTIGUOUS
 
 #: Sizes of a Linear chain, batch x in_features x out_features, and of L19.
 LINEAR_FORM = ("batch", "in_features", "out_features")
@@ -23,7 +24,7 @@ GRID = tuple(
         key=math.prod,
     )
 )
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = tuple(ELEMENT_SIZES)
 PASSES = ("forward", "backward")
 
 

@@ -76,7 +76,11 @@ def _logarithms(sizes: tuple[int, ...]) -> tuple[float, ...]:
 def _config(
     gpu: Gpu, kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], precision: str | None, layout: str | None
 ) -> Config:
-    return find(Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout), gpu).config
+    return find(_problem(kernel, dtype, sizes, precision, layout), gpu).config
+
+
+def _problem(kernel: str, dtype: torch.dtype, *others) -> Problem:
+    return Problem(kernel, str(dtype).removeprefix("torch."), *others)
 
 
 def forget() -> None:
@@ -95,8 +99,7 @@ def _resolve(
     layout: str | None = None,
 ) -> Config:
     if tuning.is_on():
-        problem = Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout)
-        if tuning.tune_unseen(problem, device):
+        if tuning.tune_unseen(_problem(kernel, dtype, sizes, precision, layout), device):
             forget()
     return _config(Gpu.of(device), kernel, dtype, sizes, precision, layout)
 

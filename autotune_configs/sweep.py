@@ -157,18 +157,15 @@ class Search:
         self.problem, self.device, self.gpu = problem, device, Gpu.of(device)
         self.kernel = KERNELS[problem.kernel]
         self.default = self.kernel.heuristic(problem, self.gpu)
-        self._workload: Workload | None = None
         self._journal, self._known = journal, journal.read(self.kernel.config_class)
         self._prepare, self._clock, self._resources = prepare, clock, resources
         self._is_late, self._on_outcome = is_late, on_outcome
         self.outcomes: dict[Config, Outcome] = {}
 
-    @property
+    @functools.cached_property
     def workload(self) -> Workload:
         """Made when something is run: a sweep that only goes over what is known makes no tensors."""
-        if self._workload is None:
-            self._workload = workload_of(self.problem, self.device)
-        return self._workload
+        return workload_of(self.problem, self.device)
 
     @functools.cached_property
     def _default_call(self) -> Call:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
 #: Set to 1, it turns tuning in place on from the start.
@@ -68,7 +69,6 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
 
 def _sweep(problem: Problem, device: torch.device) -> bool:
     from autotune_configs import lookup, sweep  # which look up configs themselves
-    from autotune_configs.gpus import Gpu
 
     found = lookup.find(problem, Gpu.of(device))
     if found.entry is not None and found.entry.problem == problem:

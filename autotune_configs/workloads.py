@@ -13,8 +13,9 @@ from autotune_configs.kernels import Config
 from autotune_configs.problem import Problem
 from triton_kernels import epilogues, group_norm, image_group_norm, row_minimum
 from triton_kernels.convolution import StrideOneConvolution, convolution
+from triton_kernels.grid import blocks_of
 from triton_kernels.image_group_norm import CHANNELS_LAST, PartialStatistics
-from triton_kernels.linear import linear
+from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import GELU_OF, HARDTANH_MISH
 
 _EPS = 1e-5
@@ -42,17 +43,17 @@ class Workload(ABC):
     def launch(self, config: Config) -> None:
         """What is timed."""
 
-    @abstractmethod
     def results(self, config: Config) -> tuple[torch.Tensor, ...]:
         """What the last launch, with this config, left."""
+        return (self.output,)
 
     @abstractmethod
     def expected(self) -> tuple[torch.Tensor, ...]:
         """The same in float64, by PyTorch; of the first samples alone where that is enough."""
 
-    @abstractmethod
     def poison(self, config: Config) -> None:
         """Fill what a launch with this config writes with NaN."""
+        self.output.fill_(math.nan)
 
     def launch_variants(self, config: Config) -> None:
         """Every launch that this config would be used for; for their resources."""
@@ -117,19 +118,13 @@ class Linear(Workload):
             vectors=self.vectors,
             scalars=(*_BOUNDS, _EPS),
             group_size=self.group_size if config.holds_groups_of(self.group_size) else 1,
-            input_precision="tf32x3",
+            input_precision=FLOAT32_INPUT_PRECISION,
         )
 
     def launch_variants(self, config):
         self.launch(config)
         if self.problem.kernel != "linear_bias":
             self._launch(config, self.output, self.empty(self.M, self.N))
-
-    def results(self, config):
-        return (self.output,)
-
-    def poison(self, config):
-        self.output.fill_(math.nan)
 
     def expected(self):
         z = self.input.double() @ self.weight.double().T + self.vectors[0].double() + self.vectors[1].double()
@@ -152,7 +147,7 @@ class RowMinimum(Linear):
         self.keys: dict[int, tuple] = {}
 
     def _tiles(self, config, save=False):
-        tiles = -(-self.N // config.epilogue_columns)
+        tiles = blocks_of(self.N, config.epilogue_columns)
         if (tiles, save) not in self.keys:
             self.keys[tiles, save] = row_minimum.empty_tile_minimum(tiles, self.M, self.group_size, self.device, save)
         return self.keys[tiles, save]
@@ -168,8 +163,9 @@ class RowMinimum(Linear):
         self._tiles(config)[0].fill_(-(2**31))  # NaN's key
 
     def results(self, config):
-        keys = self._tiles(config)[0].amin(0)
-        return ((keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32),)
+        minimum = self.empty(1, self.M, dtype=torch.float32)
+        row_minimum.finish(self._tiles(config)[0], None, None, minimum, None, self.group_size)
+        return (minimum[0],)
 
 
 class GroupNorm(Workload):
@@ -185,12 +181,6 @@ class GroupNorm(Workload):
 
     def launch(self, config):
         group_norm.group_norm(*self.arguments, config, output=self.output, activation=HARDTANH_MISH, bounds=_BOUNDS)
-
-    def results(self, config):
-        return (self.output,)
-
-    def poison(self, config):
-        self.output.fill_(math.nan)
 
     def _chain(self, input, weight, bias):
         return F.group_norm(F.mish(F.hardtanh(input, *_BOUNDS)), self.N // self.group_size, weight, bias, _EPS)
@@ -248,23 +238,14 @@ class ImageWorkload(Workload):
         config = config or image_group_norm.ImageNormConfig.fit(self.input)
         return image_group_norm.image_statistics(self.input, self.groups, _EPS, config, activation=self.activation)
 
-    def poison(self, config):
-        self.output.fill_(math.nan)
-
-    def results(self, config):
-        return (self.output,)
-
-    def _chain(self, input, weight, bias):
-        return F.group_norm(F.gelu(input), self.groups, weight, bias, _EPS)
+    def tolerated(self, result):
+        return self.dtype  # its GELU has no more digits
 
     def checked(self, image: torch.Tensor) -> torch.Tensor:
         return image[:_CHECKED_SAMPLES].double()
 
 
 class ImageStatistics(ImageWorkload):
-    def tolerated(self, result):
-        return self.dtype  # its GELU has no more digits
-
     def launch(self, config):
         self.found = self.statistics(config)
 
@@ -291,13 +272,11 @@ class ImageGroupNorm(ImageWorkload):
         )
 
     def expected(self):
-        return (self._chain(self.checked(self.input), self.weight.double(), self.bias.double()),)
+        activated = F.gelu(self.checked(self.input))
+        return (F.group_norm(activated, self.groups, self.weight.double(), self.bias.double(), _EPS),)
 
 
 class ImageGroupNormBackward(ImageWorkload):
-    def tolerated(self, result):
-        return self.dtype
-
     def __init__(self, problem, device):
         super().__init__(problem, device)
         self.given = self.statistics()
@@ -372,9 +351,6 @@ class Convolution(Workload):
     def results(self, config):
         mean, rstd = self.partials.merge(self.O, self.output[0, 0].numel(), _EPS)
         return self.output, mean.view(self.B, self.O), rstd.view(self.B, self.O)
-
-    def poison(self, config):
-        self.output.fill_(math.nan)
 
     def expected(self):
         weight = self.weight.permute(2, 3, 0, 1).double()

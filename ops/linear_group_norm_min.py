@@ -9,6 +9,7 @@ from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
 from triton_kernels import row_minimum, row_minimum_backward
 from triton_kernels.epilogues import group_norm_row_minimum_epilogue
+from triton_kernels.grid import blocks_of
 from triton_kernels.group_norm import column_tiles, finish_row_minimum
 from triton_kernels.group_norm import group_norm as group_norm_kernel
 from triton_kernels.linear import linear as launch_linear
@@ -27,7 +28,7 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
     group_size = N // num_groups
     config = linear_config("linear_group_norm_row_minimum", input.dtype, M, N, K, group_size, input.device)
     if group_size <= WIDEST_FUSED_GROUP and fuses_into_product(config, group_size, input):
-        tiles = -(-N // config.epilogue_columns)
+        tiles = blocks_of(N, config.epilogue_columns)
         keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
         launch_linear(
             gemm.depth_contiguous(input),

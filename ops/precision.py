@@ -3,9 +3,8 @@
 import torch
 
 from triton_kernels.device import INTERPRETED
+from triton_kernels.linear import FLOAT32_INPUT_PRECISION as FLOAT32_INPUT_PRECISION
 
-#: How float32 matrices are multiplied to float32 accuracy on tensor cores: three TF32 products, added in float32.
-FLOAT32_INPUT_PRECISION = "tf32x3"
 #: From this depth and these rows on float32 products are the kernel's; in the interpreter, all are.
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 

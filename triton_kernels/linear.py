@@ -10,6 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count, on_device_of
 from triton_kernels.grid import blocks_of
 
+#: How float32 matrices are multiplied to float32 accuracy on tensor cores: three TF32 products, added in float32.
+FLOAT32_INPUT_PRECISION = "tf32x3"
 #: Triton's interpreter would multiply the bits of bfloat16 numbers, so there the operands are converted first.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
