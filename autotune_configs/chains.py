@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from autotune_configs.heuristics import WIDEST_TILE, is_power_of_two
 from autotune_configs.kernels import ELEMENT_SIZES
 from autotune_configs.problem import Problem
-from triton_kernels.image_group_norm import CHANNELS_LAST, CONTIGUOUS
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS
 
 #: Sizes of a Linear chain, batch x in_features x out_features, and of L19.
 LINEAR_FORM = ("batch", "in_features", "out_features")

@@ -13,7 +13,7 @@ from autotune_configs.problem import Problem
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.grid import next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_group_norm import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
 from triton_kernels.linear import LinearConfig
 
 Config = LinearConfig | GroupNormConfig | ImageNormConfig | ConvolutionConfig

@@ -14,7 +14,7 @@ from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_group_norm import ImageNormConfig, layout_of
+from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
 #: An entry further away than this, in doublings of all sizes together, says nothing about a problem.
@@ -123,7 +123,7 @@ def group_norm_config(
 
 
 def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> ImageNormConfig:
-    """Config of ``triton_kernels.image_group_norm`` for images [B, C, S] of one dtype, the input first.
+    """Config of the passes over images [B, C, S] of one dtype (``triton_kernels.image_tiles``), the input first.
 
     ``kernel``: image_statistics, image_group_norm or image_group_norm_backward.
     """

@@ -14,7 +14,8 @@ from autotune_configs.problem import Problem
 from triton_kernels import epilogues, group_norm, image_group_norm, row_minimum
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
-from triton_kernels.image_group_norm import CHANNELS_LAST, PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_tiles import CHANNELS_LAST, ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import GELU_OF, HARDTANH_MISH
 
@@ -235,8 +236,8 @@ class ImageWorkload(Workload):
         return self.empty(self.B, self.C, self.S)
 
     def statistics(self, config=None):
-        config = config or image_group_norm.ImageNormConfig.fit(self.input)
-        return image_group_norm.image_statistics(self.input, self.groups, _EPS, config, activation=self.activation)
+        config = config or ImageNormConfig.fit(self.input)
+        return image_statistics(self.input, self.groups, _EPS, config, activation=self.activation)
 
     def tolerated(self, result):
         return self.dtype  # its GELU has no more digits

@@ -8,11 +8,8 @@ from ops.chain import as_vectors, in_reference
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from ops.group_norm import gelu_called
 from triton_kernels.column_sums import column_sums
-from triton_kernels.image_group_norm import (
-    image_group_norm,
-    image_group_norm_backward,
-    image_statistics,
-)
+from triton_kernels.image_group_norm import image_group_norm, image_group_norm_backward
+from triton_kernels.image_statistics import image_statistics
 from triton_kernels.pointwise import GELU, GELU_OF, Pointwise, identity
 
 

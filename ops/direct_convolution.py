@@ -17,7 +17,8 @@ from ops.convolution import ConvTranspose2dGeometry, memory_format
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.hopper import runs_hopper_kernels, takes_input
 from triton_kernels.image_copy import copy_image, split_image
-from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import Pointwise, identity
 from triton_kernels.tf32 import nearest_tf32
 

@@ -6,7 +6,7 @@ from autotune_configs import linear_config
 from ops import operators, precision
 from triton_kernels.epilogues import bias_epilogue
 from triton_kernels.image_copy import copy_image
-from triton_kernels.image_group_norm import ImageNormConfig
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.linear import linear as launch_linear
 
 

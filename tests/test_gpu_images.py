@@ -21,7 +21,7 @@ from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from triton_kernels import convolution, convolution_hopper, weight_gradient_hopper
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.hopper import runs_hopper_kernels
-from triton_kernels.image_group_norm import PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.pointwise import FLOAT16_GELU, GELU
 from triton_kernels.tf32 import round_to_tf32
 from triton_kernels.weight_gradient_hopper import WeightGradientConfig

@@ -16,7 +16,8 @@ from ops.precision import FLOAT32_INPUT_PRECISION
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META
 from triton_kernels import convolution, convolution_hopper, hopper, image_copy, image_group_norm, weight_gradient_hopper
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
-from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import GELU_OF, GELU_TANH, IDENTITY, identity
 from triton_kernels.tf32 import nearest_tf32
 
@@ -85,7 +86,7 @@ def test_image_group_norm(dtype, direct, z_format, arch):
     def launch():
         for activation in activations:
             options = {"activation": activation, "input_bias": None if direct else vector}
-            statistics = image_group_norm.image_statistics(z, 8, 1e-5, alone, **options)
+            statistics = image_statistics(z, 8, 1e-5, alone, **options)
             arguments = (statistics, vector, vector)
             for output in outputs:
                 config = ImageNormConfig.fit(z, output)

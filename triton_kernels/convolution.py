@@ -12,7 +12,7 @@ import triton.language as tl
 
 from triton_kernels.device import INTERPRETED, on_device_of
 from triton_kernels.grid import blocks_of, next_power_of_2
-from triton_kernels.image_group_norm import PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

@@ -38,7 +38,8 @@ from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
-from triton_kernels.image_group_norm import PartialStatistics, size_unit, strides_in_units
+from triton_kernels.image_statistics import PartialStatistics
+from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.tf32 import round_to_tf32
 

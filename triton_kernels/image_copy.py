@@ -9,13 +9,7 @@ import triton.language as tl
 
 from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of
-from triton_kernels.image_group_norm import (
-    ImageNormConfig,
-    size_unit,
-    strides_in_units,
-    tile_of_program,
-    tile_offsets,
-)
+from triton_kernels.image_tiles import ImageNormConfig, size_unit, strides_in_units, tile_of_program, tile_offsets
 from triton_kernels.pointwise import identity
 
 #: bfloat16's largest number.

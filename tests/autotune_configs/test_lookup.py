@@ -12,7 +12,7 @@ from autotune_configs.heuristics import heuristic_linear_config
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_problem
-from triton_kernels.image_group_norm import ImageNormConfig
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.linear import LinearConfig
 
 NORMALISING = "linear_hardtanh_mish_group_norm"

@@ -16,7 +16,7 @@ from ops.convolution import ConvTranspose2dGeometry
 from tests.accuracy import check_not_finite, draw_grad_output, run
 from tests.chains import L19, Problem, doubled, make_arguments
 from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
-from triton_kernels.image_group_norm import PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.tf32 import round_to_tf32
 
 FORMATS = (torch.contiguous_format, torch.channels_last)

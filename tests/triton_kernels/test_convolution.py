@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution, convolution
-from triton_kernels.image_group_norm import ImageNormConfig, PartialStatistics, image_statistics
+from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import GELU, IDENTITY
 
 SMALL = ConvolutionConfig(16, 16, 16)

@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triton_kernels.image_group_norm import (
-    ImageNormConfig,
-    PartialStatistics,
-    image_group_norm,
-    image_group_norm_backward,
-    image_statistics,
-)
+from triton_kernels.image_group_norm import image_group_norm, image_group_norm_backward
+from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import FLOAT16_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY, identity
 from triton_kernels.tf32 import nearest_tf32, round_to_tf32
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from triton_kernels.image_copy import copy_image
-from triton_kernels.image_group_norm import ImageNormConfig
+from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.tf32 import nearest_tf32, round_to_tf32
 
 #: Below, at and above a tie, with the last kept bit (0x2000) clear and set, and what carries to the exponent.
