@@ -92,8 +92,21 @@ def _refusal(name: str, what: str) -> str:
 
 
 def vector_gradients(sums: torch.Tensor, *vectors: tuple[int, torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """For each (i, vector): row i of ``sums`` in the vector's dtype and shape; None where there is no vector."""
+    """For each (i, vector): row i of ``sums`` in the vector's dtype and shape; None where there is no vector.
+
+    No two share memory, though two may be of one row: autograd keeps what it gets, and adds to it in place.
+    """
     dtypes = {vector.dtype for _, vector in vectors if vector is not None}
     if len(dtypes) == 1:
         sums = sums.to(dtypes.pop())
-    return [None if vector is None else sums[i].to(vector.dtype).view(vector.shape) for i, vector in vectors]
+    rows = sums.unbind()
+    gradients: list[torch.Tensor | None] = []
+    used: set[int] = set()
+    for i, vector in vectors:
+        if vector is None:
+            gradients.append(None)
+            continue
+        row = rows[i].clone() if i in used else rows[i]
+        used.add(i)
+        gradients.append(row.to(vector.dtype).view_as(vector))
+    return gradients
