@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of, second_place
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import Pointwise
 
 _BLOCK_M = 16
@@ -28,6 +28,7 @@ def bias_pointwise_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """output = FUNCTION(input + bias)"""
+    wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (rows < M)[:, None] & (columns < C)[None, :]
@@ -55,6 +56,7 @@ def bias_pointwise_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """input_gradient = GRADIENT(output_gradient, input + bias), and its column sums on the way."""
+    wait_for_launch_before()
     chunk = tl.program_id(0)
     columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
@@ -86,10 +88,20 @@ def bias_pointwise(
     M, C = input.shape
     if M == 0 or C == 0:
         return
-    with on_device_of(input):
-        bias_pointwise_kernel[grid_of(blocks_of(M, _BLOCK_M), blocks_of(C, _BLOCK_C))](
-            input, bias, output, M, C, *bounds, FUNCTION=pointwise.function, BLOCK_M=_BLOCK_M, BLOCK_C=_BLOCK_C
-        )
+    launch(
+        bias_pointwise_kernel,
+        grid_of(blocks_of(M, _BLOCK_M), blocks_of(C, _BLOCK_C)),
+        input.device,
+        input,
+        bias,
+        output,
+        M,
+        C,
+        *bounds,
+        FUNCTION=pointwise.function,
+        BLOCK_M=_BLOCK_M,
+        BLOCK_C=_BLOCK_C,
+    )
 
 
 def bias_pointwise_backward(
@@ -107,19 +119,21 @@ def bias_pointwise_backward(
         return torch.zeros(1, C, dtype=torch.float32, device=input.device)
     chunks = blocks_of(M, _ROWS_PER_PROGRAM)
     partials = torch.empty(1, chunks, C, dtype=torch.float32, device=input.device)
-    with on_device_of(input):
-        bias_pointwise_backward_kernel[grid_of(chunks, blocks_of(C, _BLOCK_C))](
-            output_gradient,
-            input,
-            bias,
-            input_gradient,
-            partials,
-            M,
-            C,
-            *bounds,
-            _ROWS_PER_PROGRAM,
-            GRADIENT=pointwise.gradient,
-            BLOCK_M=_BLOCK_M,
-            BLOCK_C=_BLOCK_C,
-        )
+    launch(
+        bias_pointwise_backward_kernel,
+        grid_of(chunks, blocks_of(C, _BLOCK_C)),
+        input.device,
+        output_gradient,
+        input,
+        bias,
+        input_gradient,
+        partials,
+        M,
+        C,
+        *bounds,
+        _ROWS_PER_PROGRAM,
+        GRADIENT=pointwise.gradient,
+        BLOCK_M=_BLOCK_M,
+        BLOCK_C=_BLOCK_C,
+    )
     return column_sums(partials)

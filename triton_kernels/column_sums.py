@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of
+from triton_kernels.launch import launch, wait_for_launch_before
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def column_sums_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """output[s, c] = sum over the chunks of partials[s, :, c], in float64: there are few of them."""
+    wait_for_launch_before()
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     index = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float64)
@@ -30,12 +31,25 @@ def column_sums_kernel(
 
 
 def column_sums(partials: torch.Tensor) -> torch.Tensor:
-    """Sum ``partials`` [sums, chunks, C] (float32, contiguous) over the chunks; returns [sums, C] in float32."""
+    """Sum ``partials`` [sums, chunks, C] (float32, contiguous) over the chunks; returns [sums, C] in float32.
+
+    One chunk is its sum: a view of it is returned, and nothing launched.
+    """
     sums, chunks, C = partials.shape
+    if chunks == 1:
+        return partials.view(sums, C)
     output = torch.empty(sums, C, dtype=torch.float32, device=partials.device)
     block_c = 64
-    with on_device_of(partials):
-        column_sums_kernel[(blocks_of(C, block_c), sums)](
-            partials, output, chunks, C, BLOCK_CHUNKS=16, BLOCK_C=block_c, num_warps=4
-        )
+    launch(
+        column_sums_kernel,
+        (blocks_of(C, block_c), sums),
+        partials.device,
+        partials,
+        output,
+        chunks,
+        C,
+        BLOCK_CHUNKS=16,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )
     return output

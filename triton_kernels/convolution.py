@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import INTERPRETED, on_device_of
+from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.image_statistics import PartialStatistics
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -82,6 +83,7 @@ def convolution_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """A tile: neighbouring pixels of a sample's output, row after row, by BLOCK_O channels."""
+    wait_for_launch_before()
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * BLOCK_PIXELS
     pixel = first + tl.arange(0, BLOCK_PIXELS)
@@ -146,31 +148,33 @@ def convolution(
     if output.numel() == 0:
         return
     tiles = config.tiles(height * width)
-    with on_device_of(input):
-        convolution_kernel[(N * tiles, blocks_of(channels, config.block_o))](
-            input,
-            input.stride(),
-            weight,
-            bias,
-            output,
-            output.stride(),
-            None if partials is None else partials.counts,
-            None if partials is None else partials.means,
-            None if partials is None else partials.m2s,
-            tiles,
-            *input.shape[1:],
-            channels,
-            height,
-            width,
-            *convolution.shift,
-            *convolution.dilation,
-            ACTIVATION=activation.function,
-            TAP_ROWS=convolution.kernel_size[0],
-            TAP_COLUMNS=convolution.kernel_size[1],
-            INPUT_PRECISION=input_precision,
-            BLOCK_PIXELS=config.block_pixels,
-            BLOCK_O=config.block_o,
-            BLOCK_C=config.block_c,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    launch(
+        convolution_kernel,
+        (N * tiles, blocks_of(channels, config.block_o)),
+        input.device,
+        input,
+        input.stride(),
+        weight,
+        bias,
+        output,
+        output.stride(),
+        None if partials is None else partials.counts,
+        None if partials is None else partials.means,
+        None if partials is None else partials.m2s,
+        tiles,
+        *input.shape[1:],
+        channels,
+        height,
+        width,
+        *convolution.shift,
+        *convolution.dilation,
+        ACTIVATION=activation.function,
+        TAP_ROWS=convolution.kernel_size[0],
+        TAP_COLUMNS=convolution.kernel_size[1],
+        INPUT_PRECISION=input_precision,
+        BLOCK_PIXELS=config.block_pixels,
+        BLOCK_O=config.block_o,
+        BLOCK_C=config.block_c,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

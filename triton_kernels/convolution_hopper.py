@@ -35,11 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.convolution import StrideOneConvolution
-from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
+from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.tf32 import round_to_tf32
 
@@ -431,6 +432,7 @@ def convolution_kernel(
     TILING: gl.constexpr,
 ):
     """A persistent program: one producer warp and two consumers of a warpgroup for each 128 pixels of a tile."""
+    wait_for_launch_before()
     PIXELS: gl.constexpr = TILING.rows * TILING.columns
     STAGES: gl.constexpr = TILING.stages
     TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns * TILING.steps
@@ -545,24 +547,26 @@ def convolution_hopper(
     packed = _packed(weight, step)
     sample_stride, channel_stride, _, pixel_stride = output.stride()
     strides, units = strides_in_units((sample_stride, channel_stride, pixel_stride))
-    with on_device_of(input):
-        convolution_kernel[(min(tiles, _programs(output)),)](
-            _descriptor(input, tiling.rows, tiling.columns, step),
-            _descriptor(input, tiling.halo_rows, tiling.columns, step),
-            TensorDescriptor.from_tensor(packed, [_CHANNELS, step], _layout(128, 8 * input.element_size(), 2)),
-            bias,
-            output,
-            strides,
-            _descriptor(output, tiling.rows, tiling.columns, _CHANNELS) if _is_staged(output) else None,
-            None if partials is None else (partials.counts, partials.means, partials.m2s),
-            tiles,
-            places,
-            (channels, height, width // size_unit(width)),
-            convolution.shift,
-            convolution.dilation[1],
-            ACTIVATION=activation.function,
-            UNITS=units,
-            WIDTH_UNIT=size_unit(width),
-            TILING=tiling,
-            num_warps=tiling.pixels // 32,
-        )
+    launch(
+        convolution_kernel,
+        (min(tiles, _programs(output)),),
+        input.device,
+        _descriptor(input, tiling.rows, tiling.columns, step),
+        _descriptor(input, tiling.halo_rows, tiling.columns, step),
+        TensorDescriptor.from_tensor(packed, [_CHANNELS, step], _layout(128, 8 * input.element_size(), 2)),
+        bias,
+        output,
+        strides,
+        _descriptor(output, tiling.rows, tiling.columns, _CHANNELS) if _is_staged(output) else None,
+        None if partials is None else (partials.counts, partials.means, partials.m2s),
+        tiles,
+        places,
+        (channels, height, width // size_unit(width)),
+        convolution.shift,
+        convolution.dilation[1],
+        ACTIVATION=activation.function,
+        UNITS=units,
+        WIDTH_UNIT=size_unit(width),
+        TILING=tiling,
+        num_warps=tiling.pixels // 32,
+    )

@@ -1,6 +1,5 @@
 """What a launcher must know of the device that a tensor lives on."""
 
-import contextlib
 import functools
 
 import torch
@@ -56,10 +55,3 @@ def architecture(device: torch.device) -> int:
 def has_tensor_descriptors(device: torch.device) -> bool:
     """Whether tensor descriptors are done by the hardware's copy engine (compute capability 9.0 and up)."""
     return architecture(device) >= 90
-
-
-def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current CUDA device; make that the tensor's, where it is another."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, next_power_of_2
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import LinearConfig
 
 #: ``low`` is so many times what it stands for, and so no smaller than ``high`` in float16's range.
@@ -130,6 +130,7 @@ def split_kernel(
     BLOCK_DEPTH: tl.constexpr,
 ):
     """A program takes BLOCK_ROWS rows, whole: their largest elements first, then the parts."""
+    wait_for_launch_before()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     row_inside = (rows < ROWS)[:, None]
@@ -183,21 +184,23 @@ def split(operand: torch.Tensor, parts: int, any_left: torch.Tensor) -> SplitOpe
         block_depth = max(block_depth, next_power_of_2(depth))
         block_rows = max(1, block_rows * _BLOCK[1] // block_depth)
     high, low = memory[0], memory[1] if parts == 2 else None
-    with on_device_of(operand):
-        split_kernel[(blocks_of(rows, block_rows),)](
-            operand,
-            high,
-            low,
-            scale,
-            any_left,
-            rows,
-            depth,
-            *operand.stride(),
-            *high.stride(),
-            MOST_LOST=_MOST_LOST[parts],
-            WHOLE=whole,
-            BLOCK_ROWS=block_rows,
-            BLOCK_DEPTH=block_depth,
-            num_warps=8,
-        )
+    launch(
+        split_kernel,
+        (blocks_of(rows, block_rows),),
+        operand.device,
+        operand,
+        high,
+        low,
+        scale,
+        any_left,
+        rows,
+        depth,
+        *operand.stride(),
+        *high.stride(),
+        MOST_LOST=_MOST_LOST[parts],
+        WHOLE=whole,
+        BLOCK_ROWS=block_rows,
+        BLOCK_DEPTH=block_depth,
+        num_warps=8,
+    )
     return SplitOperand(high, low, scale)

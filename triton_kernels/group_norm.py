@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of, indices, next_power_of_2, second_place
 from triton_kernels.group_statistics import normalize_groups
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.row_minimum import store_row_minimum
 
@@ -117,6 +117,7 @@ def group_norm_kernel(
     BLOCK_GROUP: tl.constexpr,
 ):
     """FINISH(FINAL(group_norm(ACTIVATION(input))))"""
+    wait_for_launch_before()
     row = tl.program_id(0) * BLOCK_M
     tile = second_place()
     group = tile * BLOCK_G
@@ -156,6 +157,7 @@ def group_norm_backward_kernel(
     With a = ACTIVATION(input), x = (a - mean) * rstd and g = weight * dy (Wu and He, Group Normalization, 2018):
     da = rstd * (g - mean(g) - x * mean(g * x)), the means over each group.
     """
+    wait_for_launch_before()
     chunk = tl.program_id(0)
     group = second_place() * BLOCK_G
     input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
@@ -218,24 +220,26 @@ def group_norm(
     if M == 0:
         return
     group_size = C // num_groups
-    with on_device_of(input):
-        group_norm_kernel[grid_of(blocks_of(M, config.block_m), column_tiles(C, group_size, config))](
-            input,
-            norm_weight,
-            norm_bias,
-            output,
-            saved,
-            M,
-            num_groups,
-            *bounds,
-            eps,
-            ACTIVATION=activation.function,
-            FINAL=final.function,
-            FINISH=finish,
-            GROUP_SIZE=group_size,
-            **config.blocks(group_size),
-            num_warps=config.num_warps,
-        )
+    launch(
+        group_norm_kernel,
+        grid_of(blocks_of(M, config.block_m), column_tiles(C, group_size, config)),
+        input.device,
+        input,
+        norm_weight,
+        norm_bias,
+        output,
+        saved,
+        M,
+        num_groups,
+        *bounds,
+        eps,
+        ACTIVATION=activation.function,
+        FINAL=final.function,
+        FINISH=finish,
+        GROUP_SIZE=group_size,
+        **config.blocks(group_size),
+        num_warps=config.num_warps,
+    )
 
 
 def group_norm_backward(
@@ -263,24 +267,26 @@ def group_norm_backward(
     group_size = C // num_groups
     chunks = blocks_of(M, config.rows_per_program)
     partials = torch.empty(3, chunks, C, dtype=torch.float32, device=input.device)
-    with on_device_of(input):
-        group_norm_backward_kernel[grid_of(chunks, column_tiles(C, group_size, config))](
-            output_gradient,
-            input,
-            norm_weight,
-            norm_bias,
-            input_gradient,
-            partials,
-            M,
-            num_groups,
-            *bounds,
-            eps,
-            config.rows_per_program,
-            ACTIVATION=activation.function,
-            ACTIVATION_GRADIENT=activation.gradient,
-            FINAL_GRADIENT=final.gradient,
-            GROUP_SIZE=group_size,
-            **config.blocks(group_size),
-            num_warps=config.num_warps,
-        )
+    launch(
+        group_norm_backward_kernel,
+        grid_of(chunks, column_tiles(C, group_size, config)),
+        input.device,
+        output_gradient,
+        input,
+        norm_weight,
+        norm_bias,
+        input_gradient,
+        partials,
+        M,
+        num_groups,
+        *bounds,
+        eps,
+        config.rows_per_program,
+        ACTIVATION=activation.function,
+        ACTIVATION_GRADIENT=activation.gradient,
+        FINAL_GRADIENT=final.gradient,
+        GROUP_SIZE=group_size,
+        **config.blocks(group_size),
+        num_warps=config.num_warps,
+    )
     return column_sums(partials)

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of
 from triton_kernels.image_tiles import ImageNormConfig, size_unit, strides_in_units, tile_of_program, tile_offsets
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
 
 #: bfloat16's largest number.
@@ -41,6 +41,7 @@ def copy_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """target = TRANSFORM(source) and rest = source - target, a tile a program"""
+    wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample, channel, pixel, _, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
     offsets = tile_offsets(source_strides, SOURCE_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
@@ -72,24 +73,26 @@ def copy_image(
     source_strides, source_units = strides_in_units(source.stride())
     target_strides, target_units = strides_in_units(target.stride())
     unit = size_unit(S)
-    with on_device_of(source):
-        copy_kernel[grid_of(B * tiles, blocks_of(C, config.block_c))](
-            source,
-            source_strides,
-            target,
-            rest,
-            target_strides,
-            C,
-            S // unit,
-            tiles,
-            SOURCE_UNITS=source_units,
-            TARGET_UNITS=target_units,
-            TRANSFORM=transform,
-            PIXEL_UNIT=unit,
-            BLOCK_C=config.block_c,
-            BLOCK_S=config.block_s,
-            num_warps=config.num_warps,
-        )
+    launch(
+        copy_kernel,
+        grid_of(B * tiles, blocks_of(C, config.block_c)),
+        source.device,
+        source,
+        source_strides,
+        target,
+        rest,
+        target_strides,
+        C,
+        S // unit,
+        tiles,
+        SOURCE_UNITS=source_units,
+        TARGET_UNITS=target_units,
+        TRANSFORM=transform,
+        PIXEL_UNIT=unit,
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        num_warps=config.num_warps,
+    )
 
 
 def split_image(source: torch.Tensor, high: torch.Tensor, low: torch.Tensor, config: ImageNormConfig) -> None:

@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.image_statistics import merged_blocks
 from triton_kernels.image_tiles import (
@@ -16,6 +15,7 @@ from triton_kernels.image_tiles import (
     tile_of_program,
     tile_offsets,
 )
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise, identity
 
 
@@ -46,6 +46,7 @@ def apply_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a tile a program"""
+    wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
     group = sample * num_groups + c // GROUP_SIZE
@@ -90,6 +91,7 @@ def channel_sums_kernel(
     STRIP: tl.constexpr,
 ):
     """A strip's share of the gradients of the norm's weight and bias; STRIP tiles of BLOCK_S pixels are a strip."""
+    wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
     first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
@@ -134,6 +136,7 @@ def group_means_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """A group's means over its channels and pixels, from the sums of its strips."""
+    wait_for_launch_before()
     sample = (tl.program_id(0) // num_groups).to(tl.int64)
     first_channel = tl.program_id(0) % num_groups * GROUP_SIZE
     projections = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
@@ -192,6 +195,7 @@ def apply_backward_kernel(
     """input_gradient = STORED(ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x))), with x the normalised
     activated input and g = norm_weight * dy
     """
+    wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
     first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
@@ -251,32 +255,34 @@ def image_group_norm(
     tiles = config.tiles(S)
     input_strides, input_units = strides_in_units(input.stride())
     output_strides, output_units = strides_in_units(output.stride())
-    with on_device_of(input):
-        apply_kernel[grid_of(B * tiles, blocks_of(C, config.block_c))](
-            input,
-            input_strides,
-            input_bias,
-            output,
-            output_strides,
-            mean,
-            rstd,
-            norm_weight,
-            norm_bias,
-            C,
-            S // size_unit(S),
-            tiles,
-            num_groups,
-            *bounds,
-            INPUT_UNITS=input_units,
-            OUTPUT_UNITS=output_units,
-            ACTIVATION=activation.function,
-            FINAL=final.function,
-            GROUP_SIZE=C // num_groups,
-            PIXEL_UNIT=size_unit(S),
-            BLOCK_C=config.block_c,
-            BLOCK_S=config.block_s,
-            num_warps=config.num_warps,
-        )
+    launch(
+        apply_kernel,
+        grid_of(B * tiles, blocks_of(C, config.block_c)),
+        input.device,
+        input,
+        input_strides,
+        input_bias,
+        output,
+        output_strides,
+        mean,
+        rstd,
+        norm_weight,
+        norm_bias,
+        C,
+        S // size_unit(S),
+        tiles,
+        num_groups,
+        *bounds,
+        INPUT_UNITS=input_units,
+        OUTPUT_UNITS=output_units,
+        ACTIVATION=activation.function,
+        FINAL=final.function,
+        GROUP_SIZE=C // num_groups,
+        PIXEL_UNIT=size_unit(S),
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        num_warps=config.num_warps,
+    )
 
 
 def image_group_norm_backward(
@@ -314,80 +320,88 @@ def image_group_norm_backward(
     gradient_strides, gradient_units = strides_in_units(output_gradient.stride())
     input_strides, input_units = strides_in_units(input.stride())
     result_strides, result_units = strides_in_units(input_gradient.stride())
-    with on_device_of(input):
-        channel_sums_kernel[grid_of(B * strips, blocks_of(C, config.block_c))](
-            output_gradient,
-            gradient_strides,
-            input,
-            input_strides,
-            input_bias,
-            mean,
-            rstd,
-            norm_weight,
-            norm_bias,
-            norm_sums,
-            norm_sums.stride(0),
-            C,
-            S // size_unit(S),
-            strips,
-            num_groups,
-            *bounds,
-            GRADIENT_UNITS=gradient_units,
-            INPUT_UNITS=input_units,
-            ACTIVATION=activation.function,
-            FINAL_GRADIENT=final.gradient,
-            GROUP_SIZE=group_size,
-            PIXEL_UNIT=size_unit(S),
-            BLOCK_C=config.block_c,
-            BLOCK_S=config.block_s,
-            STRIP=config.strip,
-            num_warps=config.num_warps,
-        )
-        group_means_kernel[(B * num_groups,)](
-            norm_sums,
-            norm_sums.stride(0),
-            norm_weight,
-            projection,
-            gradient_mean,
-            strips,
-            C,
-            S,
-            num_groups,
-            GROUP_SIZE=group_size,
-            BLOCK_T=block_t,
-            BLOCK_C=block_c,
-        )
-        apply_backward_kernel[grid_of(B * strips, blocks_of(C, config.block_c))](
-            output_gradient,
-            gradient_strides,
-            input,
-            input_strides,
-            input_bias,
-            input_gradient,
-            result_strides,
-            mean,
-            rstd,
-            projection,
-            gradient_mean,
-            norm_weight,
-            norm_bias,
-            bias_sums,
-            C,
-            S // size_unit(S),
-            strips,
-            num_groups,
-            *bounds,
-            GRADIENT_UNITS=gradient_units,
-            INPUT_UNITS=input_units,
-            RESULT_UNITS=result_units,
-            ACTIVATION=activation.function,
-            ACTIVATION_GRADIENT=activation.gradient,
-            FINAL_GRADIENT=final.gradient,
-            STORED=stored,
-            GROUP_SIZE=group_size,
-            PIXEL_UNIT=size_unit(S),
-            BLOCK_C=config.block_c,
-            BLOCK_S=config.block_s,
-            STRIP=config.strip,
-            num_warps=config.num_warps,
-        )
+    launch(
+        channel_sums_kernel,
+        grid_of(B * strips, blocks_of(C, config.block_c)),
+        input.device,
+        output_gradient,
+        gradient_strides,
+        input,
+        input_strides,
+        input_bias,
+        mean,
+        rstd,
+        norm_weight,
+        norm_bias,
+        norm_sums,
+        norm_sums.stride(0),
+        C,
+        S // size_unit(S),
+        strips,
+        num_groups,
+        *bounds,
+        GRADIENT_UNITS=gradient_units,
+        INPUT_UNITS=input_units,
+        ACTIVATION=activation.function,
+        FINAL_GRADIENT=final.gradient,
+        GROUP_SIZE=group_size,
+        PIXEL_UNIT=size_unit(S),
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        STRIP=config.strip,
+        num_warps=config.num_warps,
+    )
+    launch(
+        group_means_kernel,
+        (B * num_groups,),
+        input.device,
+        norm_sums,
+        norm_sums.stride(0),
+        norm_weight,
+        projection,
+        gradient_mean,
+        strips,
+        C,
+        S,
+        num_groups,
+        GROUP_SIZE=group_size,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+    )
+    launch(
+        apply_backward_kernel,
+        grid_of(B * strips, blocks_of(C, config.block_c)),
+        input.device,
+        output_gradient,
+        gradient_strides,
+        input,
+        input_strides,
+        input_bias,
+        input_gradient,
+        result_strides,
+        mean,
+        rstd,
+        projection,
+        gradient_mean,
+        norm_weight,
+        norm_bias,
+        bias_sums,
+        C,
+        S // size_unit(S),
+        strips,
+        num_groups,
+        *bounds,
+        GRADIENT_UNITS=gradient_units,
+        INPUT_UNITS=input_units,
+        RESULT_UNITS=result_units,
+        ACTIVATION=activation.function,
+        ACTIVATION_GRADIENT=activation.gradient,
+        FINAL_GRADIENT=final.gradient,
+        STORED=stored,
+        GROUP_SIZE=group_size,
+        PIXEL_UNIT=size_unit(S),
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        STRIP=config.strip,
+        num_warps=config.num_warps,
+    )

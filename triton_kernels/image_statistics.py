@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.image_tiles import (
@@ -22,6 +21,7 @@ from triton_kernels.image_tiles import (
     tile_of_program,
     tile_offsets,
 )
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
 
@@ -43,6 +43,7 @@ def partial_statistics_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """Mean and M2 over the pixels of a tile, channel by channel, of the activated input."""
+    wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
     offsets = tile_offsets(strides, UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
@@ -77,6 +78,7 @@ def merge_statistics_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """mean = sum of count_i mean_i / width, M2 = sum of M2_i + count_i (mean_i - mean)**2, rstd from M2 / width."""
+    wait_for_launch_before()
     sample = (tl.program_id(0) // num_groups).to(tl.int64)
     first_channel = tl.program_id(0) % num_groups * GROUP_SIZE
     width = tl.cast(pixels, tl.float32) * GROUP_SIZE
@@ -138,22 +140,24 @@ class PartialStatistics:
         mean, rstd = statistics.unbind()
         group_size = channels // num_groups
         block_c, block_t = merged_blocks(group_size, tiles)
-        with on_device_of(mean):
-            merge_statistics_kernel[(samples * num_groups,)](
-                self.counts,
-                self.means,
-                self.m2s,
-                mean,
-                rstd,
-                tiles,
-                channels,
-                pixels,
-                num_groups,
-                eps,
-                GROUP_SIZE=group_size,
-                BLOCK_T=block_t,
-                BLOCK_C=block_c,
-            )
+        launch(
+            merge_statistics_kernel,
+            (samples * num_groups,),
+            mean.device,
+            self.counts,
+            self.means,
+            self.m2s,
+            mean,
+            rstd,
+            tiles,
+            channels,
+            pixels,
+            num_groups,
+            eps,
+            GROUP_SIZE=group_size,
+            BLOCK_T=block_t,
+            BLOCK_C=block_c,
+        )
         return statistics
 
 
@@ -176,22 +180,24 @@ def image_statistics(
     tiles = config.tiles(S)
     partials = PartialStatistics.empty(B, tiles, C, input.device)
     strides, units = strides_in_units(input.stride())
-    with on_device_of(input):
-        partial_statistics_kernel[grid_of(B * tiles, blocks_of(C, config.block_c))](
-            input,
-            strides,
-            input_bias,
-            partials.counts,
-            partials.means,
-            partials.m2s,
-            C,
-            S // size_unit(S),
-            tiles,
-            UNITS=units,
-            ACTIVATION=activation.function,
-            PIXEL_UNIT=size_unit(S),
-            BLOCK_C=config.block_c,
-            BLOCK_S=config.block_s,
-            num_warps=config.num_warps,
-        )
+    launch(
+        partial_statistics_kernel,
+        grid_of(B * tiles, blocks_of(C, config.block_c)),
+        input.device,
+        input,
+        strides,
+        input_bias,
+        partials.counts,
+        partials.means,
+        partials.m2s,
+        C,
+        S // size_unit(S),
+        tiles,
+        UNITS=units,
+        ACTIVATION=activation.function,
+        PIXEL_UNIT=size_unit(S),
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        num_warps=config.num_warps,
+    )
     return partials.merge(num_groups, S, eps)

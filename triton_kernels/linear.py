@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count, on_device_of
+from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count
 from triton_kernels.grid import blocks_of, indices
+from triton_kernels.launch import launch, wait_for_launch_before
 
 #: How float32 matrices are multiplied to float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
@@ -151,6 +152,7 @@ def linear_kernel(
     STRIPS: tl.constexpr,
 ):
     """accumulator = input @ weight.T in float32, a tile at a time, handed with its place to EPILOGUE."""
+    wait_for_launch_before()
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     tl.assume(steps > 0)
@@ -197,6 +199,7 @@ def linear_rest_kernel(
     GROUP_M: tl.constexpr,
 ):
     """``linear_kernel`` for those tiles that a product of split operands could not do (``float32_split``)."""
+    wait_for_launch_before()
     input_scale, weight_scale, any_left = left
     if tl.load(any_left) != 0:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -272,29 +275,31 @@ def linear(
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     kernel, which = (linear_kernel, ()) if left is None else (linear_rest_kernel, (left,))
     strips = {"STRIPS": config.epilogue_strips} if kernel is linear_kernel else {}
-    with on_device_of(input):
-        kernel[(min(tiles, multiprocessor_count(input.device)),)](
-            input_operand,
-            weight_operand,
-            output,
-            saved,
-            *which,
-            vectors,
-            scalars,
-            M,
-            N,
-            K,
-            LOAD_INPUT=load_input,
-            LOAD_WEIGHT=load_weight,
-            STORE=store_descriptor if by_descriptor else store_pointers,
-            EPILOGUE=epilogue,
-            GROUP_SIZE=group_size,
-            INPUT_PRECISION=input_precision,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            **strips,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    launch(
+        kernel,
+        (min(tiles, multiprocessor_count(input.device)),),
+        input.device,
+        input_operand,
+        weight_operand,
+        output,
+        saved,
+        *which,
+        vectors,
+        scalars,
+        M,
+        N,
+        K,
+        LOAD_INPUT=load_input,
+        LOAD_WEIGHT=load_weight,
+        STORE=store_descriptor if by_descriptor else store_pointers,
+        EPILOGUE=epilogue,
+        GROUP_SIZE=group_size,
+        INPUT_PRECISION=input_precision,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        **strips,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

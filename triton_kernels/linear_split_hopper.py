@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton_kernels.device import multiprocessor_count, on_device_of
+from triton_kernels.device import multiprocessor_count
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
 from triton_kernels.grid import blocks_of
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import tile_place
 
 #: Of a tile of an operand, rows or depth first.
@@ -185,6 +186,7 @@ def linear_split_kernel(
     CONFIG: gl.constexpr,
 ):
     """EPILOGUE of each tile of input @ weight.T; a persistent program is one producer warp and two warpgroups."""
+    wait_for_launch_before()
     STAGES: gl.constexpr = CONFIG.stages
     BUFFERS: gl.constexpr = CONFIG.stages * CONFIG.parts
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -249,24 +251,26 @@ def linear_split(
     if M == 0 or N == 0:
         return
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
-    with on_device_of(output):
-        linear_split_kernel[(min(tiles, multiprocessor_count(output.device)),)](
-            _descriptor(input.high, config.block_m, config.block_k),
-            _descriptor(input.low, config.block_m, config.block_k),
-            _descriptor(weight.high, config.block_n, config.block_k),
-            _descriptor(weight.low, config.block_n, config.block_k),
-            output,
-            saved,
-            (input.scale, weight.scale),
-            vectors,
-            scalars,
-            M,
-            N,
-            K,
-            INPUT_DEPTH_FIRST=_is_depth_first(input.high),
-            WEIGHT_DEPTH_FIRST=_is_depth_first(weight.high),
-            EPILOGUE=epilogue,
-            GROUP_SIZE=group_size,
-            CONFIG=config,
-            num_warps=8,
-        )
+    launch(
+        linear_split_kernel,
+        (min(tiles, multiprocessor_count(output.device)),),
+        output.device,
+        _descriptor(input.high, config.block_m, config.block_k),
+        _descriptor(input.low, config.block_m, config.block_k),
+        _descriptor(weight.high, config.block_n, config.block_k),
+        _descriptor(weight.low, config.block_n, config.block_k),
+        output,
+        saved,
+        (input.scale, weight.scale),
+        vectors,
+        scalars,
+        M,
+        N,
+        K,
+        INPUT_DEPTH_FIRST=_is_depth_first(input.high),
+        WEIGHT_DEPTH_FIRST=_is_depth_first(weight.high),
+        EPILOGUE=epilogue,
+        GROUP_SIZE=group_size,
+        CONFIG=config,
+        num_warps=8,
+    )

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
+from triton_kernels.launch import launch, wait_for_launch_before
 
 _NO_COLUMN = tl.constexpr(2147483647)
 
@@ -90,6 +90,7 @@ def finish_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """output[c, m] = min over tiles of tile_minimum[:, m] + bias[c]; the first column of programs keeps the winner."""
+    wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_inside = rows < M
     least = tl.full((BLOCK_M,), 2147483647, tl.int32)
@@ -154,20 +155,22 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128
     column_blocks = max(1, blocks_of(C, block_c))  # the first keeps the winner, even where the bias is empty
-    with on_device_of(keys):
-        finish_kernel[grid_of(blocks_of(M, block_m), column_blocks)](
-            keys,
-            tile_saved,
-            bias,
-            output,
-            winner,
-            tiles,
-            M,
-            C,
-            GROUP_SIZE=group_size,
-            BLOCK_GROUP=block_group,
-            BLOCK_TILES=min(32, next_power_of_2(tiles)),
-            BLOCK_M=block_m,
-            BLOCK_C=block_c,
-            num_warps=4,
-        )
+    launch(
+        finish_kernel,
+        grid_of(blocks_of(M, block_m), column_blocks),
+        keys.device,
+        keys,
+        tile_saved,
+        bias,
+        output,
+        winner,
+        tiles,
+        M,
+        C,
+        GROUP_SIZE=group_size,
+        BLOCK_GROUP=block_group,
+        BLOCK_TILES=min(32, next_power_of_2(tiles)),
+        BLOCK_M=block_m,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )

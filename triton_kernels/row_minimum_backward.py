@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
-from triton_kernels.device import INTERPRETED, on_device_of
+from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
+from triton_kernels.launch import launch, wait_for_launch_before
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
@@ -41,6 +42,7 @@ def output_gradient_kernel(
 
     In float64, which the memory traffic hides: a minimum's gradient is one long sum, and its error is everybody's.
     """
+    wait_for_launch_before()
     share = tl.program_id(0)
     column_block = second_place()
     columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -75,6 +77,7 @@ def winner_backward_kernel(
     BLOCK_PARTIALS: tl.constexpr,
 ):
     """The minimum's gradient, and group norm's backward where the incoming gradient is that of one element a row."""
+    wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     members = tl.arange(0, BLOCK_GROUP)
     row_inside = rows < M
@@ -118,6 +121,7 @@ def input_gradient_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """output[m] = z_gradient[m] @ weight[the winner's group of m]: GROUP_SIZE rows of the weight, nothing else."""
+    wait_for_launch_before()
     row = tl.load(order + tl.program_id(0)).to(tl.int64)
     first = tl.load(column + row) // GROUP_SIZE * GROUP_SIZE
     k = second_place() * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -158,6 +162,7 @@ def rank_kernel(
     BLOCK_OTHERS: tl.constexpr,
 ):
     """order[rank of m] = m, offsets[g] = how many rows lie in groups before g: by counting, without a sort's passes."""
+    wait_for_launch_before()
     program = tl.program_id(0)
     ranks_rows = program < row_programs
     mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
@@ -199,6 +204,7 @@ def weight_gradient_kernel(
     Rows come BLOCK_M at a time, as a product on tensor cores: one group may hold the minimum of nearly every row, and
     its program must not walk down them one by one.
     """
+    wait_for_launch_before()
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
     k = second_place() * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -238,6 +244,7 @@ def column_gradients_kernel(
     BLOCK_GROUP: tl.constexpr,
 ):
     """One group's column sums over the rows whose minimum it holds, in the fixed order of ``order``."""
+    wait_for_launch_before()
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
     bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
@@ -279,20 +286,22 @@ def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, t
     column_partials = torch.empty(1, shares, C, **options)
     if M == 0:
         return row_partials, torch.zeros(C, **options)
-    with on_device_of(output_gradient):
-        output_gradient_kernel[grid_of(shares, column_blocks)](
-            output_gradient,
-            *output_gradient.stride(),
-            row_partials,
-            column_partials,
-            M,
-            C,
-            rows_per_program,
-            BLOCK_M=block_m,
-            BLOCK_C=block_c,
-            num_warps=8,
-        )
-    return row_partials, column_partials[0, 0] if shares == 1 else column_sums(column_partials)[0]
+    launch(
+        output_gradient_kernel,
+        grid_of(shares, column_blocks),
+        output_gradient.device,
+        output_gradient,
+        *output_gradient.stride(),
+        row_partials,
+        column_partials,
+        M,
+        C,
+        rows_per_program,
+        BLOCK_M=block_m,
+        BLOCK_C=block_c,
+        num_warps=8,
+    )
+    return row_partials, column_sums(column_partials)[0]
 
 
 def winner_backward(
@@ -311,22 +320,24 @@ def winner_backward(
     block_group = next_power_of_2(group_size)
     block_m = max(1, min(32, 2048 // block_group))
     blocks = row_partials.shape[0]
-    with on_device_of(column):
-        winner_backward_kernel[(blocks_of(M, block_m),)](
-            row_partials,
-            column,
-            rstd,
-            normalized,
-            norm_weight,
-            minimum_gradient,
-            z_gradient,
-            blocks,
-            M,
-            GROUP_SIZE=group_size,
-            BLOCK_M=block_m,
-            BLOCK_GROUP=block_group,
-            BLOCK_PARTIALS=min(64, next_power_of_2(max(1, blocks))),
-        )
+    launch(
+        winner_backward_kernel,
+        (blocks_of(M, block_m),),
+        column.device,
+        row_partials,
+        column,
+        rstd,
+        normalized,
+        norm_weight,
+        minimum_gradient,
+        z_gradient,
+        blocks,
+        M,
+        GROUP_SIZE=group_size,
+        BLOCK_M=block_m,
+        BLOCK_GROUP=block_group,
+        BLOCK_PARTIALS=min(64, next_power_of_2(max(1, blocks))),
+    )
     return minimum_gradient, z_gradient
 
 
@@ -341,10 +352,20 @@ def rows_by_group(column: torch.Tensor, num_groups: int, group_size: int) -> tup
     order = torch.empty(M, dtype=torch.int32, device=column.device)
     offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=column.device)
     row_programs = blocks_of(M, block)
-    with on_device_of(column):
-        rank_kernel[(row_programs + blocks_of(num_groups + 1, block),)](
-            column, order, offsets, M, num_groups, row_programs, GROUP_SIZE=group_size, BLOCK=block, BLOCK_OTHERS=128
-        )
+    launch(
+        rank_kernel,
+        (row_programs + blocks_of(num_groups + 1, block),),
+        column.device,
+        column,
+        order,
+        offsets,
+        M,
+        num_groups,
+        row_programs,
+        GROUP_SIZE=group_size,
+        BLOCK=block,
+        BLOCK_OTHERS=128,
+    )
     return order, offsets
 
 
@@ -354,18 +375,20 @@ def input_gradient(z_gradient, column, order, weight, output) -> None:
     if M == 0 or K == 0:
         return
     block_k = min(1024, next_power_of_2(K))
-    with on_device_of(output):
-        input_gradient_kernel[grid_of(M, blocks_of(K, block_k))](
-            z_gradient,
-            column,
-            order,
-            weight,
-            *weight.stride(),
-            output,
-            K,
-            GROUP_SIZE=z_gradient.shape[1],
-            BLOCK_K=block_k,
-        )
+    launch(
+        input_gradient_kernel,
+        grid_of(M, blocks_of(K, block_k)),
+        output.device,
+        z_gradient,
+        column,
+        order,
+        weight,
+        *weight.stride(),
+        output,
+        K,
+        GROUP_SIZE=z_gradient.shape[1],
+        BLOCK_K=block_k,
+    )
 
 
 def weight_gradient(z_gradient, order, offsets, input, output) -> None:
@@ -376,21 +399,23 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
         return
     block_group = max(16, next_power_of_2(group_size))
     block_k = max(16, min(4096 // block_group, next_power_of_2(K)))
-    with on_device_of(output):
-        weight_gradient_kernel[grid_of(N // group_size, blocks_of(K, block_k))](
-            z_gradient,
-            order,
-            offsets,
-            input,
-            *input.stride(),
-            output,
-            K,
-            GROUP_SIZE=group_size,
-            BLOCK_M=16,
-            BLOCK_GROUP=block_group,
-            BLOCK_K=block_k,
-            num_warps=2 if block_group == 16 else 4,
-        )
+    launch(
+        weight_gradient_kernel,
+        grid_of(N // group_size, blocks_of(K, block_k)),
+        output.device,
+        z_gradient,
+        order,
+        offsets,
+        input,
+        *input.stride(),
+        output,
+        K,
+        GROUP_SIZE=group_size,
+        BLOCK_M=16,
+        BLOCK_GROUP=block_group,
+        BLOCK_K=block_k,
+        num_warps=2 if block_group == 16 else 4,
+    )
 
 
 def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> torch.Tensor:
@@ -400,18 +425,20 @@ def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> to
     num_groups = offsets.numel() - 1
     block_group = next_power_of_2(group_size)
     sums = torch.empty(3, num_groups * group_size, dtype=torch.float32, device=column.device)
-    with on_device_of(column):
-        column_gradients_kernel[(num_groups,)](
-            minimum_gradient,
-            column,
-            normalized,
-            z_gradient,
-            order,
-            offsets,
-            sums,
-            num_groups * group_size,
-            GROUP_SIZE=group_size,
-            BLOCK_M=max(1, 2048 // block_group),
-            BLOCK_GROUP=block_group,
-        )
+    launch(
+        column_gradients_kernel,
+        (num_groups,),
+        column.device,
+        minimum_gradient,
+        column,
+        normalized,
+        z_gradient,
+        order,
+        offsets,
+        sums,
+        num_groups * group_size,
+        GROUP_SIZE=group_size,
+        BLOCK_M=max(1, 2048 // block_group),
+        BLOCK_GROUP=block_group,
+    )
     return sums

@@ -30,9 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.column_sums import column_sums
-from triton_kernels.device import SHARED_MEMORY, multiprocessor_count, on_device_of
+from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.hopper import runs_hopper_kernels
+from triton_kernels.launch import launch, wait_for_launch_before
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64
@@ -266,6 +267,7 @@ def weight_gradient_kernel(
     ACCUMULATE: gl.constexpr,  # add to what ``partials`` holds; otherwise overwrite it
 ):
     """Sums over pixels of the products of fixed and shifted, for each tap; one program for each (block, share)."""
+    wait_for_launch_before()
     KW: gl.constexpr = TAPS.kernel_size[1]
     STAGES: gl.constexpr = TAPS.stages
     EIGHTS: gl.constexpr = (TAPS.slot_pixels * TAPS.stages + 7) // 8
@@ -393,25 +395,27 @@ def convolution_weight_gradient(
     blocks, shares, _ = partials.shape
     shifted_box = [1, 1 if taps.shared_box else taps.rows, taps.columns, _CHANNELS]
     halo_box = [1, 1, taps.halo, _CHANNELS] if taps.shared_box else [1, taps.halo, taps.columns, _CHANNELS]
-    with on_device_of(input):
-        weight_gradient_kernel[(blocks * shares,)](
-            _descriptor(fixed, [1, taps.rows, taps.columns, _CHANNELS]),
-            _descriptor(shifted, shifted_box),
-            _descriptor(shifted, halo_box if taps.halo else shifted_box),
-            partials,
-            fixed_first,
-            shifted_first,
-            shift[0],
-            shift[1],
-            count * tiles_y * tiles_x,
-            tiles_y,
-            tiles_x,
-            blocks_of(shifted.shape[3], _CHANNELS),
-            blocks,
-            TAPS=taps,
-            ACCUMULATE=accumulate,
-            num_warps=4,
-        )
+    launch(
+        weight_gradient_kernel,
+        (blocks * shares,),
+        input.device,
+        _descriptor(fixed, [1, taps.rows, taps.columns, _CHANNELS]),
+        _descriptor(shifted, shifted_box),
+        _descriptor(shifted, halo_box if taps.halo else shifted_box),
+        partials,
+        fixed_first,
+        shifted_first,
+        shift[0],
+        shift[1],
+        count * tiles_y * tiles_x,
+        tiles_y,
+        tiles_x,
+        blocks_of(shifted.shape[3], _CHANNELS),
+        blocks,
+        TAPS=taps,
+        ACCUMULATE=accumulate,
+        num_warps=4,
+    )
 
 
 def finish(

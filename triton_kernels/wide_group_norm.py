@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from triton_kernels.column_sums import column_sums
-from triton_kernels.device import on_device_of
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
+from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 
 _BLOCK = 4096
@@ -44,6 +44,7 @@ def partial_statistics_kernel(
     BLOCK: tl.constexpr,
 ):
     """Mean and M2 of one block of one group; how many values it counts follows from its place."""
+    wait_for_launch_before()
     sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     z = tl.load(input + sample_group.to(tl.int64) * width + places, mask=inside, other=0.0).to(tl.float32)
     values = tl.where(inside, ACTIVATION(z, min_val, max_val), 0.0)
@@ -69,6 +70,7 @@ def merge_statistics_kernel(
     MERGE: tl.constexpr,
 ):
     """mean = sum of count_i mean_i / width, M2 = sum of M2_i + count_i (mean_i - mean)**2, rstd from M2 / width."""
+    wait_for_launch_before()
     source = tl.program_id(0).to(tl.int64) * blocks
     weighted = tl.zeros((MERGE,), tl.float32)
     for first in range(0, blocks, MERGE):
@@ -121,6 +123,7 @@ def apply_kernel(
     BLOCK: tl.constexpr,
 ):
     """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a block of a group a program"""
+    wait_for_launch_before()
     sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     members = places // pixels
     offsets = sample_group.to(tl.int64) * width + places
@@ -154,6 +157,7 @@ def channel_sums_kernel(
     BLOCK_PIXELS: tl.constexpr,
 ):
     """Each sample's and channel's share of the gradients of the norm's weight and bias."""
+    wait_for_launch_before()
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = row < rows
     channel = row % channels
@@ -192,6 +196,7 @@ def group_means_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each group's means of norm_weight * dy * normalized and of norm_weight * dy."""
+    wait_for_launch_before()
     sample_group = tl.program_id(0)
     groups = tl.num_programs(0)
     projection = tl.zeros((BLOCK,), tl.float32)
@@ -234,6 +239,7 @@ def apply_backward_kernel(
 
     with x the normalised activated input and g = norm_weight * dy.
     """
+    wait_for_launch_before()
     sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     members = places // pixels
     offsets = sample_group.to(tl.int64) * width + places
@@ -274,13 +280,33 @@ def group_statistics(
     width = input.numel() // rows
     blocks, places = _blocks(width)
     partials = torch.empty(2, rows, blocks, dtype=torch.float32, device=input.device)
-    with on_device_of(input):
-        partial_statistics_kernel[(rows * blocks,)](
-            input, partials[0], partials[1], blocks, width, *bounds, ACTIVATION=activation.function, **places
-        )
-        merge_statistics_kernel[(rows,)](
-            partials[0], partials[1], statistics[0], statistics[1], blocks, width, eps, BLOCK=_BLOCK, MERGE=256
-        )
+    launch(
+        partial_statistics_kernel,
+        (rows * blocks,),
+        input.device,
+        input,
+        partials[0],
+        partials[1],
+        blocks,
+        width,
+        *bounds,
+        ACTIVATION=activation.function,
+        **places,
+    )
+    launch(
+        merge_statistics_kernel,
+        (rows,),
+        input.device,
+        partials[0],
+        partials[1],
+        statistics[0],
+        statistics[1],
+        blocks,
+        width,
+        eps,
+        BLOCK=_BLOCK,
+        MERGE=256,
+    )
     return statistics
 
 
@@ -303,24 +329,26 @@ def wide_group_norm(
     B, C, S = input.shape
     width = C // num_groups * S
     blocks, places = _blocks(width)
-    with on_device_of(input):
-        apply_kernel[(B * num_groups * blocks,)](
-            input,
-            statistics[0],
-            statistics[1],
-            norm_weight,
-            norm_bias,
-            output,
-            blocks,
-            width,
-            S,
-            num_groups,
-            *bounds,
-            ACTIVATION=activation.function,
-            FINAL=final.function,
-            GROUP_SIZE=C // num_groups,
-            **places,
-        )
+    launch(
+        apply_kernel,
+        (B * num_groups * blocks,),
+        input.device,
+        input,
+        statistics[0],
+        statistics[1],
+        norm_weight,
+        norm_bias,
+        output,
+        blocks,
+        width,
+        S,
+        num_groups,
+        *bounds,
+        ACTIVATION=activation.function,
+        FINAL=final.function,
+        GROUP_SIZE=C // num_groups,
+        **places,
+    )
     return statistics
 
 
@@ -354,46 +382,60 @@ def wide_group_norm_backward(
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     block_pixels = min(1024, next_power_of_2(S))
     block_rows = 1024 // block_pixels
-    with on_device_of(input):
-        channel_sums_kernel[(blocks_of(B * C, block_rows),)](
-            output_gradient,
-            input,
-            statistics[0],
-            statistics[1],
-            norm_weight,
-            norm_bias,
-            sums,
-            B * C,
-            S,
-            C,
-            *bounds,
-            ACTIVATION=activation.function,
-            FINAL_GRADIENT=final.gradient,
-            GROUP_SIZE=group_size,
-            BLOCK_ROWS=block_rows,
-            BLOCK_PIXELS=block_pixels,
-        )
-        group_means_kernel[(B * num_groups,)](
-            sums, norm_weight, means, width, num_groups, GROUP_SIZE=group_size, BLOCK=256
-        )
-        apply_backward_kernel[(B * num_groups * blocks,)](
-            output_gradient,
-            input,
-            statistics[0],
-            statistics[1],
-            means,
-            norm_weight,
-            norm_bias,
-            input_gradient,
-            blocks,
-            width,
-            S,
-            num_groups,
-            *bounds,
-            ACTIVATION=activation.function,
-            ACTIVATION_GRADIENT=activation.gradient,
-            FINAL_GRADIENT=final.gradient,
-            GROUP_SIZE=group_size,
-            **places,
-        )
+    launch(
+        channel_sums_kernel,
+        (blocks_of(B * C, block_rows),),
+        input.device,
+        output_gradient,
+        input,
+        statistics[0],
+        statistics[1],
+        norm_weight,
+        norm_bias,
+        sums,
+        B * C,
+        S,
+        C,
+        *bounds,
+        ACTIVATION=activation.function,
+        FINAL_GRADIENT=final.gradient,
+        GROUP_SIZE=group_size,
+        BLOCK_ROWS=block_rows,
+        BLOCK_PIXELS=block_pixels,
+    )
+    launch(
+        group_means_kernel,
+        (B * num_groups,),
+        input.device,
+        sums,
+        norm_weight,
+        means,
+        width,
+        num_groups,
+        GROUP_SIZE=group_size,
+        BLOCK=256,
+    )
+    launch(
+        apply_backward_kernel,
+        (B * num_groups * blocks,),
+        input.device,
+        output_gradient,
+        input,
+        statistics[0],
+        statistics[1],
+        means,
+        norm_weight,
+        norm_bias,
+        input_gradient,
+        blocks,
+        width,
+        S,
+        num_groups,
+        *bounds,
+        ACTIVATION=activation.function,
+        ACTIVATION_GRADIENT=activation.gradient,
+        FINAL_GRADIENT=final.gradient,
+        GROUP_SIZE=group_size,
+        **places,
+    )
     return column_sums(sums)

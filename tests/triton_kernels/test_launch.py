@@ -1,0 +1,110 @@
+"""Kernels overlap with the launch before them, so each must wait for it before it touches memory."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import triton_kernels
+from autotune_configs.offline import compile_launches
+from triton_kernels.epilogues import bias_epilogue
+from triton_kernels.float32_split import LinearSplitConfig, SplitOperand
+from triton_kernels.launch import launch, watched
+from triton_kernels.linear import LinearConfig, linear
+
+SOURCES = sorted(Path(triton_kernels.__file__).parent.glob("*.py"))
+META = torch.device("meta")
+#: What may touch memory, in PTX: shared memory and barriers too, which only this launch's programs see, but not
+#: parameters.
+TOUCHES_MEMORY = re.compile(r"^\s*(?:@%p\d+ )?(?:ld|st|cp|atom|red|prefetch)\.(?!param)", re.MULTILINE)
+
+
+def jit_functions():
+    """Each function that Triton or Gluon compiles, by file and name."""
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                yield path, node
+
+
+def launched_names():
+    """What is handed to ``launch`` anywhere, by file; a name that stands for one of several stands for all of them."""
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "launch":
+                yield path, ast.unparse(call.args[0])
+
+
+def waits_first(function):
+    statements = [node for node in function.body if not ast.get_docstring(function) or node is not function.body[0]]
+    return ast.unparse(statements[0]) == "wait_for_launch_before()"
+
+
+def test_every_kernel_waits_before_all_else():
+    functions = {(path, node.name): node for path, node in jit_functions()}
+    launched = set(launched_names())
+    assert len(launched) > 20
+    kernels = {(path, name) for path, name in functions if name.endswith("_kernel")} | {
+        place for place in launched if place in functions
+    }
+    # ``linear`` chooses between two.
+    assert {place for place in launched if place not in functions} == {(SOURCES[0].parent / "linear.py", "kernel")}
+    assert [place for place in kernels if not waits_first(functions[place])] == []
+
+
+def test_nothing_is_launched_in_another_way():
+    """A launch past ``launch`` would be on the wrong device at times, and missing where a call is repeated."""
+    for path in SOURCES:
+        if path.name != "launch.py":
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                    assert not ast.unparse(call.func.value).endswith("kernel"), f"{path.name}: {ast.unparse(call)}"
+
+
+def compiled_linear(arch):
+    input, weight, output = (torch.empty(256, 256, dtype=torch.bfloat16, device=META) for _ in range(3))
+    config = LinearConfig(64, 64, 64, num_warps=4)
+    (compiled,) = compile_launches(lambda: linear(input, weight, bias_epilogue, config, output=output), arch)
+    return compiled.ptx
+
+
+@pytest.mark.offline
+def test_hopper_waits():
+    before, _, _ = compiled_linear(90).partition("griddepcontrol.wait")
+    assert before != compiled_linear(90)
+    assert not TOUCHES_MEMORY.search(before)
+
+
+@pytest.mark.offline
+def test_ampere_has_no_such_instruction():
+    assert "griddepcontrol" not in compiled_linear(80)
+
+
+@pytest.mark.offline
+def test_warps_of_their_own_begin_after_the_wait():
+    from triton_kernels.linear_split_hopper import linear_split
+
+    def operand(rows):
+        parts = torch.empty(2, rows, 256, dtype=torch.float16, device=META)
+        return SplitOperand(parts[0], parts[1], torch.empty(rows, device=META))
+
+    output = torch.empty(256, 256, device=META)
+    (compiled,) = compile_launches(
+        lambda: linear_split(operand(256), operand(256), bias_epilogue, LinearSplitConfig(2), output=output), 90
+    )
+    assert compiled.ptx.count("griddepcontrol.wait") == 1
+    # The producer's copies are behind the barrier that the other warps reach once they have waited.
+    copies = [match.start() for match in re.finditer(r"cp\.async\.bulk", compiled.ptx)]
+    wait = compiled.ptx.index("griddepcontrol.wait")
+    barrier = compiled.ptx.index("barrier.sync", wait)
+    assert copies and wait < barrier
+
+
+def test_a_watcher_launches_instead():
+    seen = []
+    with watched(lambda *launched: seen.append(launched)):
+        launch("kernel", (1, 2), torch.device("cpu"), 3, SIZE=4)
+    assert seen == [("kernel", (1, 2), (3,), {"SIZE": 4})]
