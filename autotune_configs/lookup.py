@@ -20,6 +20,7 @@ from triton_kernels.linear import LinearConfig
 
 #: An entry further away than this, in doublings of all sizes together, says nothing about a problem.
 _NEAR = 3.0
+_generation = 0
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,15 @@ def _problem(kernel: str, dtype: torch.dtype, *others) -> Problem:
     return Problem(kernel, str(dtype).removeprefix("torch."), *others)
 
 
+def generation() -> int:
+    """How often the tables have changed: a config found in an earlier generation may be another now."""
+    return _generation
+
+
 def forget() -> None:
     """Read the tables again at the next call: one of them, or where they are, has changed."""
+    global _generation
+    _generation += 1
     tables.read.cache_clear()
     _entries.cache_clear()
     _config.cache_clear()

@@ -4,6 +4,7 @@ import torch
 
 from ops import checks, operators, precision, reference, tensor_parallel
 from ops.chain import as_vectors, in_reference
+from ops.replay import repeated_eagerly
 from triton_kernels.bias_pointwise import bias_pointwise, bias_pointwise_backward
 from triton_kernels.pointwise import HARDTANH_MISH
 
@@ -54,6 +55,7 @@ def _backward(ctx, gradient):
 BiasHardtanhMishFunction = operators.differentiable(_operator, _setup_context, _backward)
 
 
+@repeated_eagerly
 def bias_hardtanh_mish(
     input: torch.Tensor, bias: torch.Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
 ) -> torch.Tensor:

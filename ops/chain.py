@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 
@@ -41,8 +40,7 @@ def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *ar
     for name in ("min_val", "max_val"):
         if name in scalars and abs(scalars[name]) > torch.finfo(dtype).max:
             scalars[name] = math.copysign(math.inf, scalars[name])
-    off = torch.autocast(input.device.type, enabled=False) if precision.autocasts(input.device) else nullcontext()
-    with off:
+    with precision.without_autocast(input.device):
         return function(input.to(dtype), *widened, **scalars).to(input.dtype)
 
 

@@ -9,6 +9,7 @@ from ops import checks, convolution, direct_convolution, operators, precision, r
 from ops.chain import as_vectors, in_reference
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from ops.group_norm import gelu_called
+from ops.replay import repeated_eagerly
 from triton_kernels.column_sums import column_sums
 from triton_kernels.image_group_norm import image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import image_statistics
@@ -175,6 +176,7 @@ def _backward(ctx, gradient):
 ConvTranspose2dGeluGroupNormFunction = operators.differentiable(_operator, _setup_context, _backward)
 
 
+@repeated_eagerly
 def conv_transpose2d_gelu_group_norm(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from autotune_configs import group_norm_config
 from ops import checks, operators, precision, reference, tensor_parallel
 from ops.chain import as_vectors, in_reference
+from ops.replay import repeated_eagerly
 from triton_kernels import group_norm as resident
 from triton_kernels import wide_group_norm as wide
 from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, IDENTITY, Pointwise
@@ -142,6 +143,7 @@ def _runs_kernels(input):
     return precision.runs_kernels(input) and input.shape[1] > 0
 
 
+@repeated_eagerly
 def group_norm(
     input: torch.Tensor,
     num_groups: int,
@@ -166,6 +168,7 @@ def group_norm(
     return GroupNormFunction.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
 
 
+@repeated_eagerly
 def group_norm_hardtanh(
     input: torch.Tensor,
     num_groups: int,
@@ -192,6 +195,7 @@ def group_norm_hardtanh(
     return GroupNormHardtanhFunction.apply(input, num_groups, weight, bias, *scalars)
 
 
+@repeated_eagerly
 def gelu_group_norm(
     input: torch.Tensor,
     num_groups: int,

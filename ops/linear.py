@@ -4,6 +4,7 @@ import torch
 
 from ops import checks, gemm, operators, precision, reference, tensor_parallel
 from ops.chain import as_vectors, in_reference
+from ops.replay import repeated_eagerly
 
 _operator = operators.define(
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
@@ -29,6 +30,7 @@ def _backward(ctx, gradient):
 LinearFunction = operators.differentiable(_operator, _setup_context, _backward)
 
 
+@repeated_eagerly
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``torch.nn.functional.linear``: input (*, in_features) @ weight (out_features, in_features).T + bias, a vector.
 

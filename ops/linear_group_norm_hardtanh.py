@@ -7,6 +7,7 @@ from ops.chain import as_vectors, check_chain, in_reference
 from ops.group_norm import fits_registers, group_norm_hardtanh
 from ops.linear import linear
 from ops.matrix_chain import define_matrix_chain
+from ops.replay import repeated_eagerly
 from triton_kernels.epilogues import group_norm_hardtanh_epilogue
 from triton_kernels.pointwise import HARDTANH, IDENTITY
 
@@ -15,6 +16,7 @@ LinearGroupNormHardtanhFunction = define_matrix_chain(
 )
 
 
+@repeated_eagerly
 def linear_group_norm_hardtanh(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -7,6 +7,7 @@ from ops import checks, gemm, operators, precision, reference, tensor_parallel
 from ops.chain import as_vectors, check_chain, fuses_into_product, in_reference
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
+from ops.replay import repeated_eagerly
 from triton_kernels import row_minimum, row_minimum_backward
 from triton_kernels.epilogues import group_norm_row_minimum_epilogue
 from triton_kernels.grid import blocks_of
@@ -175,6 +176,7 @@ def _is_channel_axis(shape: torch.Size) -> bool:
     return len(shape) == 4 and shape == (1, shape[1], 1, 1)
 
 
+@repeated_eagerly
 def linear_group_norm_min(
     input: torch.Tensor,
     weight: torch.Tensor,

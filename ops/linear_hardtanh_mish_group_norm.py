@@ -8,6 +8,7 @@ from ops.chain import as_vectors, check_chain, in_reference
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
 from ops.matrix_chain import define_matrix_chain
+from ops.replay import repeated_eagerly
 from triton_kernels.epilogues import hardtanh_mish_group_norm_epilogue
 from triton_kernels.pointwise import HARDTANH_MISH, IDENTITY
 
@@ -16,6 +17,7 @@ LinearHardtanhMishGroupNormFunction = define_matrix_chain(
 )
 
 
+@repeated_eagerly
 def linear_hardtanh_mish_group_norm(
     input: torch.Tensor,
     weight: torch.Tensor,

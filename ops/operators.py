@@ -5,15 +5,28 @@ from collections.abc import Callable
 import torch
 from torch._ops import OpOverload
 
+from ops import precision, replay
+
 _NAMESPACE = "normfuse"
 _FORWARD_MODE = "forward-mode differentiation"
 
 
-def define(schema: str, implementation: Callable, fake: Callable) -> OpOverload:
+class Operator:
+    """An operator of PyTorch's, ``overload``; in eager PyTorch its implementation is called without the dispatcher."""
+
+    def __init__(self, overload: OpOverload, implementation: Callable):
+        self.overload = overload
+        self._eagerly = replay.Repeated(implementation, otherwise=overload)
+
+    def __call__(self, *arguments):
+        return (self._eagerly if replay.is_unobserved() else self.overload)(*arguments)
+
+
+def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
     """Register an operator for CUDA (and the CPU, for the interpreter) with its fake; returns it, callable."""
     name = f"{_NAMESPACE}::{schema.split('(')[0]}"
     torch.library.define(name, schema[schema.index("(") :], tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(name, ("cuda", "cpu"), implementation)
+    torch.library.impl(name, ("cuda", "cpu"), replay.Repeated(implementation))
 
     def fake_in_reverse_mode(*arguments):
         # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
@@ -22,46 +35,49 @@ def define(schema: str, implementation: Callable, fake: Callable) -> OpOverload:
         return fake(*arguments)
 
     torch.library.register_fake(name, fake_in_reverse_mode)
-    return getattr(getattr(torch.ops, _NAMESPACE), schema.split("(")[0]).default
+    overload = getattr(getattr(torch.ops, _NAMESPACE), schema.split("(")[0]).default
+    replay.IMPLEMENTATIONS[overload] = implementation
+    return Operator(overload, implementation)
 
 
-def differentiable(operator: OpOverload, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
+def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
     """An autograd Function over ``operator``, whose first output is the result and whose others are kept for backward.
 
     ``setup_context(ctx, inputs, outputs)`` saves and ``backward(ctx, gradient)`` returns a gradient for each input. The
     operator itself gets the same formula, so that it can be differentiated where it is met without the Function, as in
     an exported graph. There is a first derivative in reverse mode alone; anything else raises a RuntimeError.
     """
-    parameters = [argument.name for argument in operator._schema.arguments]
+    overload = operator.overload
+    parameters = [argument.name for argument in overload._schema.arguments]
 
     class Function(torch.autograd.Function):
         @classmethod
         def apply(cls, *inputs):
             # PyTorch's own would ask for a setup_context, with which it looks up forward's signature in every call.
             if torch._C._are_functorch_transforms_active():
-                raise RuntimeError(_refusal(operator.name(), "torch.func (vmap, grad, jvp, ...)"))
+                raise RuntimeError(_refusal(overload.name(), "torch.func (vmap, grad, jvp, ...)"))
             return super().apply(*inputs)
 
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda")
         def forward(ctx, *inputs):
             outputs = operator(*inputs)
             setup_context(ctx, inputs, outputs)
             return outputs[0] if isinstance(outputs, tuple) else outputs
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx, gradient):
             return differentiated_once(ctx, gradient)
 
     def differentiated_once(ctx, gradient):
         # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{operator.name()} can be differentiated once only: create_graph=True is not supported")
-        return backward(ctx, gradient)
+            raise RuntimeError(f"{overload.name()} can be differentiated once only: create_graph=True is not supported")
+        # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
+        with precision.without_autocast(gradient.device):
+            return backward(ctx, gradient)
 
     def refuse_forward_mode(ctx, *tangents):
-        raise RuntimeError(_refusal(operator.name(), _FORWARD_MODE))
+        raise RuntimeError(_refusal(overload.name(), _FORWARD_MODE))
 
     # torch.compile takes no Function with a jvp of its own.
     Function._backward_cls.apply_jvp = refuse_forward_mode
@@ -75,12 +91,12 @@ def differentiable(operator: OpOverload, setup_context: Callable, backward: Call
     def register_backward(ctx, gradient, *others):
         if ctx.kept_nothing:
             raise RuntimeError(
-                f"{operator.name()} cannot be differentiated here: it was recorded where no gradient was wanted "
+                f"{overload.name()} cannot be differentiated here: it was recorded where no gradient was wanted "
                 "(training=False) and keeps nothing for one; export the model with gradients enabled"
             )
         return differentiated_once(ctx, gradient)
 
-    torch.library.register_autograd(operator, register_backward, setup_context=register_setup_context)
+    torch.library.register_autograd(overload, register_backward, setup_context=register_setup_context)
     return Function
 
 

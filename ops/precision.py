@@ -1,5 +1,6 @@
 """Where and in which precision a call runs: the kernels or the reference, PyTorch's float32 setting, autocast."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,9 +66,19 @@ def convolutions_allow_tf32() -> bool:
 convolutions_allow_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def float32_settings() -> tuple[str, bool]:
+    """All that float32 work depends on of how PyTorch is set."""
+    return torch.backends.cuda.matmul.fp32_precision, convolutions_allow_tf32()
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this kind of device ("meta" has none and would raise)."""
     return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Turns autocast off for this kind of device; making PyTorch's context where it is off takes the host 10 us."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -79,6 +79,14 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
+def nothing_repeated():
+    """Each test makes its own calls: what another has patched is not repeated in it."""
+    from ops import replay
+
+    replay.forget()
+
+
+@pytest.fixture(autouse=True)
 def default_precision():
     """Each test starts from, and leaves behind, PyTorch's default float32 setting."""
     yield

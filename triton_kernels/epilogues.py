@@ -13,38 +13,63 @@ Each is a jit function of (accumulator, place, output, saved, vectors, scalars, 
 import triton
 import triton.language as tl
 
+from triton_kernels.device import INTERPRETED
 from triton_kernels.group_statistics import normalize_groups
 from triton_kernels.pointwise import hardtanh, hardtanh_mish
 from triton_kernels.row_minimum import store_row_minimum
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
 
 @triton.jit
-def load_vector(pointer, place, BLOCK_N: tl.constexpr, INDICES: tl.constexpr):
-    """[1, BLOCK_N] of a vector over the columns, in float32."""
+def load_columns(pointer, place, BLOCK_N: tl.constexpr, INDICES: tl.constexpr, OUTSIDE: tl.constexpr = 0.0):
+    """[BLOCK_N] of a vector over the columns, in its own dtype; OUTSIDE past the last column."""
     row, column, M, N = place
     columns = INDICES(BLOCK_N)
-    values = tl.load(pointer + column + columns, mask=columns < N - column, other=0.0).to(tl.float32)
-    return tl.expand_dims(values, 0)
+    return tl.load(pointer + column + columns, mask=columns < N - column, other=OUTSIDE)
+
+
+@triton.jit
+def widen(values):
+    """[BLOCK_N] values in float32, each converted by the thread that loads it.
+
+    Triton would move a cast behind the exchange with the threads that use the values: fewer bytes, but each of those
+    threads would convert a quarter of the columns. Inline assembly stays where it is.
+    """
+    if _INTERPRETED or values.dtype == tl.float32:
+        return values.to(tl.float32)
+    CONVERSION: tl.constexpr = (
+        "{ .reg .b16 zero; mov.b16 zero, 0; mov.b32 $0, {zero, $1}; }"
+        if values.dtype == tl.bfloat16
+        else "cvt.f32.f16 $0, $1;"
+    )
+    return tl.inline_asm_elementwise(CONVERSION, "=f,h", [values], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def add_biases(accumulator, place, vectors, INDICES: tl.constexpr):
-    """z = accumulator + linear_bias + bias"""
+    """z = accumulator + (linear_bias + bias)"""
     linear_bias, bias, norm_weight, norm_bias = vectors
+    BLOCK_N: tl.constexpr = accumulator.shape[1]
     z = accumulator
     if linear_bias is not None:
-        z += load_vector(linear_bias, place, accumulator.shape[1], INDICES)
-    if bias is not None:
-        z += load_vector(bias, place, accumulator.shape[1], INDICES)
+        total = widen(load_columns(linear_bias, place, BLOCK_N, INDICES))
+        if bias is not None:
+            total += widen(load_columns(bias, place, BLOCK_N, INDICES))
+        z += tl.expand_dims(total, 0)
+    elif bias is not None:
+        z += tl.expand_dims(widen(load_columns(bias, place, BLOCK_N, INDICES)), 0)
     return z
 
 
 @triton.jit
-def group_norm_tile(tile, place, vectors, eps, INDICES: tl.constexpr, GROUP_SIZE: tl.constexpr):
+def group_norm_tile(
+    tile, place, vectors, eps, INDICES: tl.constexpr, GROUP_SIZE: tl.constexpr, OUTSIDE: tl.constexpr = 0.0
+):
     """Group norm of each row of a tile, over groups that lie whole within it.
 
     Returns the result [rows, columns], the same before weight and bias [rows, groups, GROUP_SIZE], and the reciprocal
-    standard deviations [rows, groups].
+    standard deviations [rows, groups]. Past the last column the norm's bias, where there is one, counts as OUTSIDE.
     """
     linear_bias, bias, norm_weight, norm_bias = vectors
     BLOCK_N: tl.constexpr = tile.shape[1]
@@ -52,9 +77,10 @@ def group_norm_tile(tile, place, vectors, eps, INDICES: tl.constexpr, GROUP_SIZE
     normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
     y = tl.reshape(normalized, tile.shape)
     if norm_weight is not None:
-        y *= load_vector(norm_weight, place, BLOCK_N, INDICES)
+        # Not widened: a thread holds its weights while the bias is exchanged, at two to a register as they are.
+        y *= tl.expand_dims(load_columns(norm_weight, place, BLOCK_N, INDICES).to(tl.float32), 0)
     if norm_bias is not None:
-        y += load_vector(norm_bias, place, BLOCK_N, INDICES)
+        y += tl.expand_dims(widen(load_columns(norm_bias, place, BLOCK_N, INDICES, OUTSIDE)), 0)
     return y, normalized, rstd
 
 
@@ -99,9 +125,13 @@ def group_norm_row_minimum_epilogue(
     row, column, M, N = place
     BLOCK_N: tl.constexpr = accumulator.shape[1]
     z = add_biases(accumulator, place, vectors, INDICES)
-    y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE)
-    inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
+    y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE, float("inf"))
     y = tl.reshape(y, normalized.shape)
+    # Past the last column the norm's bias makes y infinite (NaN where the input's row is not finite; but then no number
+    # of that row's y is one). Without a bias it takes a mask; with something to save a mask spills fewer registers.
+    inside = None
+    if vectors[3] is None or saved is not None:
+        inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
     tile = column // BLOCK_N
     row = tl.where(column < N, row, M)  # a strip past the last column has no tile to store
     store_row_minimum(

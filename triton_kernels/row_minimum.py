@@ -32,11 +32,17 @@ def key_value(key):
 
 
 @triton.jit
+def lesser(a, b):
+    """The lesser of two numbers, NaN where one of them is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def store_row_minimum(
     y,  # [rows, groups, block]: the values to minimise
     normalized,  # the same before weight and bias
     rstd,  # [rows, groups]
-    inside,  # [1, groups, block]: which of them are real
+    inside,  # [1, groups, block]: which of them are real, the first included; None where the others are infinite
     row,
     group,  # the tile's first row and group
     tile,  # the tile's number along the row
@@ -50,17 +56,21 @@ def store_row_minimum(
     ROWS: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = y.shape[1]
     BLOCK: tl.constexpr = y.shape[2]
-    key = tl.where(inside, ordered_key(y), 2147483647)
-    least = tl.min(tl.min(key, 2), 1)
+    if inside is not None:
+        y = tl.where(inside, y, float("inf"))
+    # Over the groups first: a thread of a product holds all of its rows' groups, but not all of a group's members.
+    least = tl.reduce(tl.reduce(y, 1, lesser), 1, lesser)
     rows = row + INDICES(ROWS)
-    row_inside = rows < M
-    offset = tile.to(tl.int64) * M + rows
-    tl.store(minimum + offset, least, mask=row_inside)
+    tl.store(minimum + tile.to(tl.int64) * M + rows, ordered_key(least), mask=rows < M)
     if saved is not None:
         # Indices are made anew for each use: Gluon gives them the layout of what they are used with, one alone.
         saved_column, saved_rstd, saved_normalized = saved
+        rows = row + INDICES(ROWS)
+        row_inside = rows < M
+        offset = tile.to(tl.int64) * M + rows
         columns = (group + INDICES(GROUPS))[None, :, None] * GROUP_SIZE + INDICES(BLOCK)[None, None, :]
-        found = inside & (key == tl.expand_dims(tl.expand_dims(least, 1), 2))
+        found = (y == tl.expand_dims(tl.expand_dims(least, 1), 1)) | (y != y)  # a NaN is the least, if there is one
+        # Where all are infinite, what is not real is found too; but the first is real.
         winner = tl.min(tl.min(tl.where(found, columns, _NO_COLUMN), 2), 1)
         in_group = (group + INDICES(GROUPS))[None, :] == (winner // GROUP_SIZE)[:, None]
         winner_rstd = tl.sum(tl.where(in_group, rstd, 0.0), 1)

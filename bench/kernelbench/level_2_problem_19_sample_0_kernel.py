@@ -6,10 +6,11 @@ import ops
 
 
 class ModelNew(ops.ConvTranspose2dGeluGroupNorm):
-    """The fused module; for bfloat16, behind PyTorch's own convolution, as the harness asks (README.md)."""
+    """The fused module; for bfloat16, behind PyTorch's own convolution and GELU, as the harness asks (README.md)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dtype != torch.bfloat16:
             return super().forward(input)
         norm = self.group_norm
-        return ops.gelu_group_norm(self.conv_transpose(input), norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
+        activated = torch.nn.functional.gelu(self.conv_transpose(input))
+        return ops.group_norm(activated, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)

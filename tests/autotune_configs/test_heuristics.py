@@ -28,8 +28,19 @@ def test_linear_config_is_valid(gpu, element_size, M, N, K, group_size):
     assert min(config.block_m, config.block_n, config.block_k) >= 16, "what tl.dot asks for"
     assert config.shared_memory(element_size) <= gpu.shared_memory
     if group_size <= WIDEST_TILE and triton.next_power_of_2(group_size) == group_size:
-        assert config.holds_groups_of(group_size)
+        assert config.holds_groups_of(group_size) or triton.cdiv(M, 128) * triton.cdiv(N, WIDEST_TILE) < 50
     assert config.block_m <= max(16, triton.next_power_of_2(M)), "rows that do not exist are not computed"
+
+
+@by_gpu
+@by_element_size
+@pytest.mark.parametrize("rows, features, group_size, holds", [(1, 8192, 32, True), (1, 2048, 128, False)])
+def test_groups_are_held_while_there_are_tiles(gpu, element_size, rows, features, group_size, holds):
+    """Half of the multiprocessors without a tile cost more than a group norm in a pass of its own."""
+    config = heuristic_linear_config(element_size, rows, features, features, group_size, gpu)
+    assert config.holds_groups_of(group_size) == holds
+    large = heuristic_linear_config(element_size, 1024, 8192, 8192, group_size, gpu)
+    assert large.holds_groups_of(group_size)
 
 
 @by_gpu

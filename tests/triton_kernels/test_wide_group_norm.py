@@ -115,4 +115,5 @@ def test_grids_of_any_size(shape):
         values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         wide_group_norm(values, 1, None, None, 1e-5, output=values)
         wide_group_norm_backward(values, values, 1, None, None, 1e-5, input_gradient=values)
-    assert len(grids) == 9 and all(x < 2**31 and (*others, 1)[0] <= 65535 for x, *others in grids)
+    launches = 9 if shape[0] > 1 else 8  # one sample's sums are all there is to add up
+    assert len(grids) == launches and all(x < 2**31 and (*others, 1)[0] <= 65535 for x, *others in grids)
