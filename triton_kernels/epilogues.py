@@ -127,8 +127,8 @@ def group_norm_row_minimum_epilogue(
     z = add_biases(accumulator, place, vectors, INDICES)
     y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE, float("inf"))
     y = tl.reshape(y, normalized.shape)
-    # Past the last column the norm's bias makes y infinite (NaN where the input's row is not finite; but then no number
-    # of that row's y is one). Without a bias it takes a mask; with something to save a mask spills fewer registers.
+    # Past the last column the norm's bias makes y infinite, or leaves it NaN where the input's row is not finite: all
+    # of that row's y are NaN then. Without a bias it takes a mask; with something to save a mask spills less.
     inside = None
     if vectors[3] is None or saved is not None:
         inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))

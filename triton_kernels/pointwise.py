@@ -153,8 +153,11 @@ def normal_cdf(value):
 
 @triton.jit
 def gelu(value, min_val, max_val):
-    """value * normal_cdf(value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016); NaN for -inf, as PyTorch."""
-    return rounded_product(value, normal_cdf(value))
+    """value * normal_cdf(value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016); NaN for -inf, as in PyTorch.
+
+    It is never below -0.17; the maximum is there for what ``rounded_product`` is, and spills fewer registers here.
+    """
+    return tl.maximum(value * normal_cdf(value), -1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -190,8 +193,12 @@ def coarse_gelu_gradient(gradient, value, min_val, max_val):
 
 @triton.jit
 def times_logistic(value, factor):
-    """value / (1 + 2**(value * factor)): GELU where that is the odds against ``normal_cdf``; accurate in its tail."""
-    return rounded_product(value, reciprocal(1.0 + power_of_two(value * factor)))
+    """value / (1 + 2**(value * factor)): GELU where that is the odds against ``normal_cdf``, accurate in its tail too.
+
+    The maximum is there for what it is there for in ``gelu``.
+    """
+    quotient = value * reciprocal(1.0 + power_of_two(value * factor))
+    return tl.maximum(quotient, -1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -237,10 +244,7 @@ def gelu_tanh_exponential(value):
 
 @triton.jit
 def gelu_tanh(value, min_val, max_val):
-    """value * (1 + tanh(u)) / 2, which approximates ``gelu``.
-
-    It is never below -0.18; the maximum is there for what ``rounded_product`` is, as a quotient ends in a product, too.
-    """
+    """value * (1 + tanh(u)) / 2, which approximates ``gelu``."""
     return tl.maximum(value / (1.0 + gelu_tanh_exponential(value)), -1.0, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -299,7 +299,7 @@ def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, t
         rows_per_program,
         BLOCK_M=block_m,
         BLOCK_C=block_c,
-        num_warps=8,
+        num_warps=4,
     )
     return row_partials, column_sums(column_partials)[0]
 
@@ -318,7 +318,7 @@ def winner_backward(
     if M == 0:
         return minimum_gradient, z_gradient
     block_group = next_power_of_2(group_size)
-    block_m = max(1, min(32, 2048 // block_group))
+    block_m = max(1, min(8, 2048 // block_group))
     blocks = row_partials.shape[0]
     launch(
         winner_backward_kernel,
@@ -336,7 +336,8 @@ def winner_backward(
         GROUP_SIZE=group_size,
         BLOCK_M=block_m,
         BLOCK_GROUP=block_group,
-        BLOCK_PARTIALS=min(64, next_power_of_2(max(1, blocks))),
+        BLOCK_PARTIALS=min(512, next_power_of_2(max(1, blocks))),
+        num_warps=8,
     )
     return minimum_gradient, z_gradient
 
@@ -415,6 +416,8 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
         BLOCK_GROUP=block_group,
         BLOCK_K=block_k,
         num_warps=2 if block_group == 16 else 4,
+        # Most groups hold a row or two: loads ahead of the next rows' turn only keep programs from running beside it.
+        num_stages=1,
     )
 
 

@@ -154,3 +154,33 @@ def test_no_channels():
 def test_no_rows():
     keys, saved = row_minimum.empty_tile_minimum(2, 0, 4, CPU, save=True)
     row_minimum.finish(keys, saved, None, torch.empty(1, 0), row_minimum.empty_winner(0, 4, CPU), 4)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("strips", [1, 2])
+def test_columns_past_the_last_are_no_minimum(strips, has_bias):
+    """Zeros lie there, less than every number of these rows; and NaN comes before all, in its first column."""
+    generator = torch.Generator().manual_seed(3)
+    channels, rows = 24, 10
+    input = torch.rand(rows, 24, generator=generator) + 0.5
+    matrix = torch.rand(channels, 24, generator=generator)
+    matrix[1::2] *= -1.0  # groups of two: a number above their mean, and one below, which a negative weight turns
+    weight = torch.tensor([1.0, -1.0]).repeat(channels // 2)
+    bias = torch.rand(channels, generator=generator) if has_bias else None
+    input[1, 2], input[2, 3], input[3, 7] = math.nan, math.inf, -math.inf
+    matrix[7, 7] = 0.0  # times an infinity: NaN
+    matrix[9, 5], input[:, 5], input[4, 5] = 3e38, 0.0, 2.0  # one infinite z, in row 4: its group alone is NaN
+    config = LinearConfig(16, 64, 16, epilogue_strips=strips)
+    tiles = triton.cdiv(channels, config.epilogue_columns)
+    keys, saved = row_minimum.empty_tile_minimum(tiles, rows, 2, CPU, save=True)
+    options = {"vectors": (None, None, weight, bias), "scalars": (0.0, 0.0, 1e-5), "group_size": 2}
+    linear(input, matrix, group_norm_row_minimum_epilogue, config, output=keys, saved=saved, **options)
+    output, winner = torch.empty(1, rows), row_minimum.empty_winner(rows, 2, CPU)
+    row_minimum.finish(keys, saved, None, output, winner, 2)
+    y = torch.nn.functional.group_norm(input @ matrix.T, channels // 2, weight, bias)
+    is_nan = y.isnan()
+    assert is_nan.any(1)[:5].tolist() == [False, True, True, True, True] and not is_nan[4].all()
+    assert (y[~is_nan] > 0.0).all()
+    torch.testing.assert_close(output[0], y.min(1)[0], rtol=1e-4, atol=1e-4, equal_nan=True)
+    has_nan = is_nan.any(1)
+    assert torch.equal(winner[0].long()[has_nan], is_nan.int().argmax(1)[has_nan])
