@@ -168,7 +168,8 @@ def test_check_compiles_the_entries(folder, capsys):
         tables.store(path, GPU, entry(config, m=m, n=256, k=256))
     status, output = run("check", str(path), "--processes", "1", capsys=capsys)
     assert status == 0 and "1 tables, 2 different launches compiled, 0 faults" in output
-    other = linear_problem(n=256, k=256, kernel="linear_group_norm_hardtanh", group_size=128)
+    # Where tiles that hold a group are many, one that does not is not valid.
+    other = linear_problem(m=8192, n=8192, k=256, kernel="linear_group_norm_hardtanh", group_size=128)
     tables.store(path, GPU, entry(SECOND, other))
     path.with_name("notes.json").write_text("notes of mine")
     status, output = run("check", str(path), str(path.with_name("notes.json")), "--processes", "1", capsys=capsys)
