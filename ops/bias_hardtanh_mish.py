@@ -77,4 +77,5 @@ def bias_hardtanh_mish(
     if not precision.runs_kernels(input):
         return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
-    return BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val)).view(input.shape)
+    result = BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val))
+    return result if input.ndim == 2 else result.view(input.shape)

@@ -215,7 +215,7 @@ def backward(
         if sums is None:
             shapes = inputs[0], gradients[0]
             sums_shape = weight_gradient_hopper.partials_shape(*shapes, geometry.kernel_size)
-            sums = torch.empty(sums_shape, device=input.device)
+            sums = torch.empty(sums_shape, dtype=torch.float32, device=input.device)
         # Of split images all products but that of both low parts, which is below the digits that are kept.
         for i, j in ((0, 0), (0, 1), (1, 0))[: 2 * len(inputs) - 1]:
             weight_gradient_hopper.convolution_weight_gradient(

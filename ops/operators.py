@@ -14,9 +14,9 @@ _FORWARD_MODE = "forward-mode differentiation"
 class Operator:
     """An operator of PyTorch's, ``overload``; in eager PyTorch its implementation is called without the dispatcher."""
 
-    def __init__(self, overload: OpOverload, implementation: Callable):
+    def __init__(self, overload: OpOverload, eagerly: replay.Repeated):
         self.overload = overload
-        self._eagerly = replay.Repeated(implementation, otherwise=overload)
+        self._eagerly = eagerly
 
     def __call__(self, *arguments):
         return (self._eagerly if replay.is_unobserved() else self.overload)(*arguments)
@@ -26,7 +26,14 @@ def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
     """Register an operator for CUDA (and the CPU, for the interpreter) with its fake; returns it, callable."""
     name = f"{_NAMESPACE}::{schema.split('(')[0]}"
     torch.library.define(name, schema[schema.index("(") :], tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(name, ("cuda", "cpu"), replay.Repeated(implementation))
+    repeated = replay.Repeated(implementation)
+
+    def without_autocast(input, *arguments):
+        # All dtypes are decided by now; a product of the library's would be cast to autocast's.
+        with precision.without_autocast(input.device):
+            return repeated(input, *arguments)
+
+    torch.library.impl(name, ("cuda", "cpu"), without_autocast)
 
     def fake_in_reverse_mode(*arguments):
         # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
@@ -37,7 +44,7 @@ def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
     torch.library.register_fake(name, fake_in_reverse_mode)
     overload = getattr(getattr(torch.ops, _NAMESPACE), schema.split("(")[0]).default
     replay.IMPLEMENTATIONS[overload] = implementation
-    return Operator(overload, implementation)
+    return Operator(overload, repeated.sharing_plans(otherwise=overload))
 
 
 def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:

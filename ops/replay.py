@@ -8,19 +8,19 @@ tensor's values on the way is left as it is. No tensor is kept.
 """
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs import lookup, tuning
 from ops import precision
 from triton_kernels.device import INTERPRETED
-from triton_kernels.launch import current, watched
+from triton_kernels.launch import current, is_watched, watched
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -32,6 +32,7 @@ _Part = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 #: Plans that a function has at most: a thousand batch sizes are no calls that come again.
 _MOST_PLANS = 1024
+_NO_PLAN_YET: Any = object()
 _PLAIN_TENSORS = torch.Tensor, torch.nn.Parameter
 _SCALARS = int, float, bool, str, type(None)
 _EMPTY = (
@@ -41,11 +42,10 @@ _EMPTY = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
-_LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+#: Of operations whose calls are not repeated: what they do shows in more than new values.
+_TELLING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 #: What the project's operators run; a watched call looks into them.
 IMPLEMENTATIONS: dict[Any, Callable] = {}
-#: In each thread, whether a call is being watched: one within it is part of it.
-_thread = threading.local()
 _all: "weakref.WeakSet[Repeated]" = weakref.WeakSet()
 
 
@@ -53,6 +53,7 @@ def forget() -> None:
     """Repeat no call that was made before: what a function does has changed."""
     for repeated in _all:
         repeated.plans.clear()
+        repeated.met.clear()
 
 
 class Repeated:
@@ -65,42 +66,43 @@ class Repeated:
     def __init__(self, function: Callable, otherwise: Callable | None = None):
         self._function = function
         self._otherwise = otherwise or function
-        #: By key: None once met, False where a call cannot be repeated.
-        self.plans: dict[tuple, Plan | bool | None] = {}
+        #: Keys of calls that came once; of those that came again, how to repeat them, or None where that cannot be.
+        self.met: set[tuple] = set()
+        self.plans: dict[tuple, Plan | None] = {}
         _all.add(self)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call the function or, from the third call with these arguments' key on, do what it did."""
         tensors: Tensors = []
-        key = None if getattr(_thread, "watches", False) else _key(tensors, arguments, options)
+        # A call within one that is being watched is part of that.
+        key = None if is_watched() else _key(tensors, arguments, options)
         if key is None:
             return self._otherwise(*arguments, **options)
-        plan = self.plans.get(key)
-        if plan:
-            return plan.run(tensors)  # type: ignore[union-attr]
-        if plan is False:
-            return self._function(*arguments, **options)
-        if key in self.plans:
-            return self._watch(key, tensors, arguments, options)
-        if len(self.plans) >= _MOST_PLANS:
-            self.plans.clear()
-        self.plans[key] = None
-        return self._function(*arguments, **options)
-
-    def _watch(self, key: tuple, tensors: Tensors, arguments: tuple, options: dict[str, Any]) -> Any:
-        notes = _Notes(tensors)
-        _thread.watches = True
-        try:
+        plan = self.plans.get(key, _NO_PLAN_YET)
+        if plan is not _NO_PLAN_YET:
+            return self._function(*arguments, **options) if plan is None else plan.run(tensors)
+        if key in self.met:
+            notes = _Notes(tensors)
             with watched(notes.launched), notes:
                 result = self._function(*arguments, **options)
-        finally:
-            _thread.watches = False
-        self.plans[key] = notes.plan(result) or False
-        return result
+            self.plans[key] = notes.plan(result)
+            return result
+        if len(self.met) >= _MOST_PLANS:
+            self.met.clear()
+            self.plans.clear()
+        self.met.add(key)
+        return self._function(*arguments, **options)
+
+    def sharing_plans(self, otherwise: Callable) -> "Repeated":
+        """The same function with the same plans, but another ``otherwise``."""
+        other = Repeated(self._function, otherwise)
+        other.met, other.plans = self.met, self.plans
+        return other
 
 
 def repeated_eagerly(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """``function`` repeated where autograd wants no gradient, and nothing else of PyTorch's would see the call."""
+    """``function`` repeated where nothing of PyTorch's would see the call; autograd's wish for a gradient is one that
+    ``_key`` refuses."""
     repeated = Repeated(function)
 
     @functools.wraps(function)
@@ -111,7 +113,7 @@ def repeated_eagerly(function: Callable[_Parameters, _Result]) -> Callable[_Para
 
 
 def is_unobserved() -> bool:
-    """Whether a call now is eager PyTorch's alone: no compiler, tracer, transform, mode or autocast."""
+    """Whether a call now is eager PyTorch's alone: no compiler, tracer, profiler, transform, mode or autocast."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -119,6 +121,7 @@ def is_unobserved() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state()
+        or torch._C._autograd._profiler_enabled()
         or torch.is_autocast_enabled("cuda")
         or torch.is_autocast_enabled("cpu")
     )
@@ -149,7 +152,7 @@ def _key(tensors: Tensors, arguments: tuple, options: dict[str, Any]) -> tuple |
                 key.append(repr(value))  # which tells True from 1, and -0.0 from 0.0
             else:
                 return None
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # an integer may be too long to be written out
         return None
     if tensors and tensors[0].dtype == torch.float32:
         key.append(precision.float32_settings())
@@ -180,21 +183,22 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self._is_complete = True
         self._launches = 0
-        self._arguments = len(tensors)
+        self._argument_count = len(tensors)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._steps: list[Step] = []
         #: Steps that do nothing but make a tensor, by its place in the list that steps work on.
         self._makers: dict[int, int] = {}
         #: Of each tensor in that list, what part of its storage it is.
         self._parts: list[Any] = []
-        #: By storage, the tensor in that list which was there first. Storages may be freed and come again.
-        self._owners: dict[int, int] = {}
+        #: By storage, the tensors in that list which were there first: one, but for arguments that share one.
+        self._owners: dict[StorageWeakRef, list[int]] = {}
         self._views: dict[tuple[int, _Part], int] = {}
         #: The last step that needs a tensor; and those that the next step needs.
         self._last_use: dict[int, int] = {}
         self._used: list[int] = []
         for tensor in tensors:
-            if _storage(tensor) in self._owners:  # which of the two a launch means would be a guess
+            others = [self._parts[place] for place in self._owners.get(_storage(tensor), [])]
+            if any(_overlap(_part(tensor), other) for other in others):  # which one a launch means would be a guess
                 self._is_complete = False
             self._add(tensor)
 
@@ -228,37 +232,49 @@ class _Notes(TorchDispatchMode):
 
     def plan(self, result: Any) -> Plan | None:
         """What was noted, or None where that is not all that was done, or PyTorch alone did it."""
-        results = result if isinstance(result, tuple) else (result,)
+        results = result if type(result) is tuple else (result,)
         if not (self._is_complete and self._launches and all(isinstance(each, torch.Tensor) for each in results)):
             return None
         places = tuple(map(self._place, results))
         if not self._is_complete:
             return None
-        kept = {*places, *range(self._arguments)}
+        kept = {*places, *range(self._argument_count)}
         unused = {step for place, step in self._makers.items() if place not in kept and place not in self._last_use}
+        ended: dict[int, list[int]] = {}
+        for place, step in self._last_use.items():
+            if place not in kept:
+                ended.setdefault(step, []).append(place)
         steps: list[Step] = []
         for number, step in enumerate(self._steps):
             steps.append(_make_nothing if number in unused else step)
-            ended = [place for place, last in self._last_use.items() if last == number and place not in kept]
-            if ended:
-                steps.append(functools.partial(_free, ended))
+            if number in ended:
+                steps.append(functools.partial(_free, ended[number]))
         return Plan(steps, places if isinstance(result, tuple) else places[0], self._device)
 
     def _called(self, function, arguments: tuple, options: dict[str, Any], result: Any) -> None:
         """An operation of PyTorch's: new tensors, a view, which is made where it is needed, or a write."""
         many = isinstance(result, tuple | list)
-        results = [each for each in (result if many else (result,)) if each is not None]
-        if _LOOKS_AT_VALUES & set(function.tags) or any(
-            isinstance(leaf, torch.Tensor) for leaf in tree_leaves(options)
+        results = list(result) if many else [result]
+        tensors = _tensors_in(results)
+        if (
+            _TELLING_TAGS & set(function.tags)
+            or not tensors
+            or len(tensors) < sum(each is not None for each in results)
+            or _tensors_in(options)
         ):
             self._is_complete = False
             return
-        storages = {_storage(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
-        is_new = {_storage(each) not in storages for each in results}
+        storages = set(map(_storage, _tensors_in(arguments)))
+        is_new = {_storage(each) not in storages for each in tensors}
         if is_new == {True}:
-            keep = list.extend if many else list.append
+            layouts = [None if each is None else (each.shape, each.stride()) for each in results]
+
+            def keep(tensors, result):
+                for each, layout in zip(result if many else (result,), layouts, strict=True):
+                    tensors.append(_laid_out(each, layout))
+
             self._call(functools.partial(function, **options), arguments, self._place, keep)
-            for each in result if many else (result,):
+            for each in results:
                 self._add(each)
         elif is_new != {False}:
             self._is_complete = False
@@ -319,12 +335,19 @@ class _Notes(TorchDispatchMode):
     def _add(self, tensor: torch.Tensor | None) -> None:
         """What is next in the list, as a step has put it there."""
         if tensor is not None:
-            self._owners[_storage(tensor)] = len(self._parts)
+            self._owners.setdefault(_storage(tensor), []).append(len(self._parts))
         self._parts.append(None if tensor is None else _part(tensor))
+
+    def _owner(self, tensor: torch.Tensor) -> int | None:
+        """The tensor in the list that this one is a part of; None where there is none, or it cannot be told."""
+        owners = self._owners.get(_storage(tensor), [])
+        if len(owners) > 1:
+            owners = [place for place in owners if self._parts[place][:2] == _part(tensor)[:2]]
+        return owners[0] if len(owners) == 1 else None
 
     def _address(self, tensor: torch.Tensor) -> int:
         """As ``_place``, for a launch: where a tensor begins is all it needs."""
-        owner = self._owners.get(_storage(tensor))
+        owner = self._owner(tensor)
         if owner is not None and _part(tensor)[:2] == self._parts[owner][:2]:
             self._used.append(owner)
             return owner
@@ -332,7 +355,7 @@ class _Notes(TorchDispatchMode):
 
     def _place(self, tensor: torch.Tensor) -> int:
         """Where in the list ``tensor`` is when the next step runs: as it is, or made there as a view of another."""
-        owner = self._owners.get(_storage(tensor))
+        owner = self._owner(tensor)
         if owner is None:
             self._is_complete = False
             return 0
@@ -342,7 +365,7 @@ class _Notes(TorchDispatchMode):
                 self._is_complete = False
             place = self._views.get((owner, part))
             if place is None:
-                self._last_use[owner] = max(self._last_use.get(owner, 0), len(self._steps))
+                self._last_use[owner] = len(self._steps)
                 self._steps.append(_view_step(owner, part, whole))
                 self._parts.append(part)
                 place = self._views[owner, part] = len(self._parts) - 1
@@ -355,12 +378,25 @@ def _tensors_in(arguments: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """By the address of what stands for the memory; while this is held, no other storage gets that address."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _part(tensor: torch.Tensor) -> _Part:
     return int(tensor.storage_offset()), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _overlap(first: _Part, second: _Part) -> bool:
+    """Whether two parts of a storage may have memory in common."""
+
+    def ends(part: _Part) -> tuple[int, int]:
+        offset, dtype, size, stride = part
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        return offset * dtype.itemsize, (last + 1 if 0 not in size else offset) * dtype.itemsize
+
+    (first_begin, first_end), (second_begin, second_end) = ends(first), ends(second)
+    return first_begin < second_end and second_begin < first_end
 
 
 def _view_step(owner: int, part: _Part, whole: _Part) -> Step:
@@ -371,6 +407,13 @@ def _view_step(owner: int, part: _Part, whole: _Part) -> Step:
         tensors.append(tensors[owner].as_strided(size, stride, tensors[owner].storage_offset() + distance))
 
     return step
+
+
+def _laid_out(tensor: torch.Tensor | None, layout: tuple | None) -> torch.Tensor | None:
+    """The tensor as it lay when it was noted: a library may choose another layout when it is set otherwise."""
+    if tensor is None or layout is None or (tensor.shape, tensor.stride()) == layout:
+        return tensor
+    return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _make_nothing(tensors: Tensors) -> None:

@@ -51,6 +51,11 @@ def launch(
             watcher(kernel, grid, arguments, options)
 
 
+def is_watched() -> bool:
+    """Whether this thread's launches are left to a watcher."""
+    return getattr(_thread, "watcher", None) is not None
+
+
 @contextlib.contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     """Within this context each launch in this thread is left to ``watcher``."""

@@ -189,7 +189,7 @@ def test_gradients_are_seen(runs):
 
 
 def test_modes_see_the_operator(runs):
-    """A profiler, a counter of operations or a tracer must find what it would find in the first call."""
+    """A counter of operations or a tracer must find what it would find in the first call."""
     arguments = l94_arguments()
     function = repeated(L94, arguments, runs)
     seen = []
@@ -202,6 +202,32 @@ def test_modes_see_the_operator(runs):
     with Watching():
         function(**arguments)
     assert "normfuse.linear_hardtanh_mish_group_norm.default" in seen
+
+
+def test_a_profiler_sees_the_operator(runs):
+    arguments = l94_arguments()
+    function = repeated(L94, arguments, runs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function(**arguments)
+    assert "normfuse::linear_hardtanh_mish_group_norm" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_an_operator_under_autocast_is_the_same(precision, runs):
+    """Its dtypes are decided; a product that autocast has cast must not be repeated where there is none."""
+    arguments = l94_arguments()
+    torch.set_float32_matmul_precision(precision)
+    names = ("input", "weight", "linear_bias", "bias", "num_groups", "norm_weight", "norm_bias")
+    values = [arguments[name] for name in names]
+
+    def call():
+        operator = torch.ops.normfuse.linear_hardtanh_mish_group_norm
+        return operator(*values, -1.0, 1.0, 1e-5, False)[0]
+
+    expected = call()
+    with torch.autocast("cpu", torch.bfloat16):
+        same([call()], [expected])
+    same([call()], [expected])
 
 
 def test_a_class_of_tensors_sees_the_operator(runs):
@@ -235,6 +261,28 @@ def test_one_tensor_for_two_arguments(runs):
     assert runs
     replay.forget()
     same([result], [L94.function(**shared)])
+
+
+def test_parameters_in_one_storage(runs):
+    """As flattened ones lie: they share memory, but not a number of it."""
+    arguments = l94_arguments()
+    separate = {name: arguments[name] for name in ("linear_bias", "bias", "norm_weight", "norm_bias")}
+    flat = torch.cat([vector.reshape(-1) for vector in separate.values()])
+    lengths = [vector.numel() for vector in separate.values()]
+    parts = dict(zip(separate, flat.split(lengths), strict=True))
+    results = [L94.function(**{**arguments, **parts}) for _ in range(4)]
+    assert len(runs) == 2
+    same([L94.function(**arguments)], [results[-1]])
+    assert len(runs) == 3, "the plan is the same for separate ones"
+
+
+def test_arguments_that_overlap(runs):
+    arguments = l94_arguments()
+    size = arguments["linear_bias"].numel()
+    flat = torch.randn(2 * size)
+    for _ in range(3):
+        L94.function(**{**arguments, "linear_bias": flat[:size], "bias": flat[4 : size + 4]})
+    assert not runs
 
 
 def test_no_tensor_is_kept(runs):
@@ -299,6 +347,8 @@ def test_operations_of_pytorch_between_launches(function, runs):
         lambda x: x if x.sum().item() > 0 else -x,
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
+        lambda x: -x if x.is_same_size(x[1:]) else x,
+        lambda x: x.clone().resize_(2, 3),
     ],
 )
 def test_what_looks_at_values_is_not_repeated(function, runs):
@@ -322,3 +372,44 @@ def test_a_failed_call_is_not_repeated():
     for _ in range(3):
         doubled(torch.ones(2, 2))
     assert any(doubled.plans.values()), "calls are watched again after a failed one"
+
+
+def test_memory_that_was_freed_is_no_tensor_of_the_call():
+    """A constant that no mode sees may get the address of a tensor that was freed."""
+
+    def function(input):
+        y = ops.group_norm(input, 2)
+        freed = y.sum()
+        del freed
+        return y * torch.tensor(2.0)
+
+    repeated = replay.Repeated(function)
+    for seed in range(4):
+        draw = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(repeated(draw), ops.group_norm(draw, 2) * 2.0)
+
+
+def test_a_library_that_changes_its_layout():
+    """As a convolution may, where cuDNN is switched off between two calls."""
+    library = torch.library.Library("normfuse_test", "DEF")
+    library.define("laid_out(Tensor input) -> Tensor")
+    is_transposed = []
+
+    def laid_out(input):
+        return input.t().contiguous().t() if is_transposed else input.clone()
+
+    library.impl("laid_out", laid_out, "CPU")
+    repeated = launching(lambda x: torch.ops.normfuse_test.laid_out(x) + x[:1])
+    draw = torch.randn(5, 6)
+    expected = [repeated(draw) for _ in range(3)][-1]
+    is_transposed.append(True)
+    result = repeated(draw)
+    assert torch.equal(result, expected) and result.stride() == expected.stride()
+    library._destroy()
+
+
+def test_an_integer_too_long_to_write():
+    arguments = l94_arguments()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="eps must be a number that a float can hold"):
+            L94.function(**{**arguments, "eps": 10**5000})
