@@ -361,7 +361,7 @@ class _Notes(TorchDispatchMode):
             return 0
         part, whole = _part(tensor), self._parts[owner]
         if part != whole:
-            if part[1] != whole[1]:
+            if part[1].itemsize != whole[1].itemsize:
                 self._is_complete = False
             place = self._views.get((owner, part))
             if place is None:
@@ -400,11 +400,12 @@ def _overlap(first: _Part, second: _Part) -> bool:
 
 
 def _view_step(owner: int, part: _Part, whole: _Part) -> Step:
-    offset, _, size, stride = part
+    offset, dtype, size, stride = part
     distance = offset - whole[0]
 
     def step(tensors):
-        tensors.append(tensors[owner].as_strided(size, stride, tensors[owner].storage_offset() + distance))
+        view = tensors[owner].as_strided(size, stride, tensors[owner].storage_offset() + distance)
+        tensors.append(view if dtype == whole[1] else view.view(dtype))
 
     return step
 

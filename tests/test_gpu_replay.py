@@ -6,7 +6,7 @@ import torch
 import ops
 from ops import replay
 from tests.accuracy import draw_grad_output
-from tests.chains import CHAINS, DTYPES, L19, L94, Problem, chain_id, tensors_of
+from tests.chains import CHAINS, DTYPES, L19, L94, LINEAR, Problem, chain_id, tensors_of
 from tests.gpu import MARKS, arguments_of
 
 pytestmark = MARKS
@@ -46,7 +46,8 @@ def check(chain, arguments, runs):
     grad_output = draw_grad_output(chain, arguments, unsafe="keep")
     draws = [redrawn(arguments, seed) for seed in range(4)]
     results = [run(chain, draw, grad_output) for draw in draws]
-    assert len(runs) >= 2
+    # A float32 product of few rows is the library's, with nothing to launch beside it.
+    assert len(runs) >= 2 or (chain is LINEAR and arguments["input"].dtype == torch.float32)
     for draw, result in zip(draws, results, strict=True):
         replay.forget()
         fresh = run(chain, draw, grad_output)

@@ -327,6 +327,7 @@ def launching(function):
         lambda x: x.max(dim=1).values.view(1, -1, 1),
         lambda x: (x.sum(), torch.empty(0), x.to(torch.bfloat16)),
         lambda x: torch.full_like(x, 2.0).t(),
+        lambda x: (x.view(torch.int32)[1:] & -2).view(torch.float32) + x[1:],
     ],
 )
 def test_operations_of_pytorch_between_launches(function, runs):
