@@ -610,6 +610,8 @@ def main(rank: str, processes: str, device: str, folder: str) -> None:
             failures[name] = traceback.format_exc()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(failures))
     distributed.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # taking down what is left of gloo's threads may end in an abort
 
 
 def failures_of_processes(processes: int, device: str, folder: Path) -> list[dict[str, str]]:
