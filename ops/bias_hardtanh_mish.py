@@ -3,7 +3,7 @@
 import torch
 
 from ops import checks, operators, precision, reference, tensor_parallel
-from ops.chain import as_vectors, in_reference
+from ops.chain import as_vectors, in_reference, with_leading_shape
 from ops.replay import repeated_eagerly
 from triton_kernels.bias_pointwise import bias_pointwise, bias_pointwise_backward
 from triton_kernels.pointwise import HARDTANH_MISH
@@ -78,4 +78,4 @@ def bias_hardtanh_mish(
         return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
     result = BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val))
-    return result if input.ndim == 2 else result.view(input.shape)
+    return with_leading_shape(result, input)

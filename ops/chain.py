@@ -29,6 +29,11 @@ def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]
     )
 
 
+def with_leading_shape(rows: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """A result [rows, channels] of input (*, features) as (*, channels); of a matrix as it is, which is no view."""
+    return rows if input.ndim == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
+
+
 def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *arguments, **scalars) -> torch.Tensor:
     """``function`` of ``ops.reference`` in the widest of its arguments' dtypes, which differ under autocast alone.
 

@@ -3,7 +3,7 @@
 import torch
 
 from ops import checks, gemm, operators, precision, reference, tensor_parallel
-from ops.chain import as_vectors, in_reference
+from ops.chain import as_vectors, in_reference, with_leading_shape
 from ops.replay import repeated_eagerly
 
 _operator = operators.define(
@@ -50,4 +50,4 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         return in_reference(reference.linear, input, weight, bias)
     rows = input.reshape(-1, input.shape[-1])
     result = LinearFunction.apply(rows, weight, bias)
-    return result if input.ndim == 2 else result.view(*input.shape[:-1], weight.shape[0])
+    return with_leading_shape(result, input)

@@ -3,7 +3,7 @@
 import torch
 
 from ops import checks, precision, reference, tensor_parallel
-from ops.chain import as_vectors, check_chain, in_reference
+from ops.chain import as_vectors, check_chain, in_reference, with_leading_shape
 from ops.group_norm import fits_registers, group_norm_hardtanh
 from ops.linear import linear
 from ops.matrix_chain import define_matrix_chain
@@ -70,7 +70,7 @@ def linear_group_norm_hardtanh(
     else:
         z = linear(rows, weight, linear_bias)
         result = group_norm_hardtanh(z, num_groups, norm_weight, norm_bias, **bounds, eps=eps)
-    return result if input.ndim == 2 else result.view(*input.shape[:-1], weight.shape[0])
+    return with_leading_shape(result, input)
 
 
 class LinearGroupNormHardtanh(torch.nn.Module):

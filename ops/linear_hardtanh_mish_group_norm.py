@@ -4,7 +4,7 @@ import torch
 
 from ops import checks, precision, reference, tensor_parallel
 from ops.bias_hardtanh_mish import bias_hardtanh_mish
-from ops.chain import as_vectors, check_chain, in_reference
+from ops.chain import as_vectors, check_chain, in_reference, with_leading_shape
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
 from ops.matrix_chain import define_matrix_chain
@@ -74,7 +74,7 @@ def linear_hardtanh_mish_group_norm(
     else:
         activated = bias_hardtanh_mish(linear(rows, weight, linear_bias), bias, **bounds)
         result = group_norm(activated, num_groups, norm_weight, norm_bias, eps=eps)
-    return result if input.ndim == 2 else result.view(*input.shape[:-1], weight.shape[0])
+    return with_leading_shape(result, input)
 
 
 class LinearHardtanhMishGroupNorm(torch.nn.Module):

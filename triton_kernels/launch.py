@@ -22,7 +22,12 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Launches instead: it is given the kernel, the grid, the arguments and the options.
 Watcher = Callable[[triton.runtime.JITFunction, tuple[int, ...], tuple, dict[str, Any]], None]
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    watcher: Watcher | None = None
+
+
+_thread = _Thread()
 
 
 @triton.jit
@@ -43,24 +48,22 @@ def launch(
     """``kernel[grid](*arguments, **options)`` on ``device``: Triton would take the current one."""
     if not INTERPRETED and architecture(device) >= 90:
         options["launch_pdl"] = True
-    watcher = getattr(_thread, "watcher", None)
     with current(device):
-        if watcher is None:
+        if _thread.watcher is None:
             kernel[grid](*arguments, **options)
         else:
-            watcher(kernel, grid, arguments, options)
+            _thread.watcher(kernel, grid, arguments, options)
 
 
 def is_watched() -> bool:
     """Whether this thread's launches are left to a watcher."""
-    return getattr(_thread, "watcher", None) is not None
+    return _thread.watcher is not None
 
 
 @contextlib.contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     """Within this context each launch in this thread is left to ``watcher``."""
-    before = getattr(_thread, "watcher", None)
-    _thread.watcher = watcher
+    before, _thread.watcher = _thread.watcher, watcher
     try:
         yield
     finally:
