@@ -1,30 +1,24 @@
 """``python -m bench captured``: each chain called eagerly, by ``torch.compile``, and replayed from a CUDA graph."""
 
-import os
 import statistics
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from bench.cells import CHAINS, DTYPES, MODES, Cell, Problem, Step, make_cells, make_problem, make_step
-from bench.command_line import Parser, cannot_write, names, positive
-from bench.device import NO_GPU, has_gpu
-from bench.device import header as make_header
-from bench.files import write_json
+from bench.command_line import Parser, names, positive
+from bench.device import has_gpu
+from bench.rows import device_to_measure, keep_and_show
 from bench.timing import WARM_UP_CALLS, time_host, time_rounds, warm_up
 
 #: How a chain is called; the others are compared with the first. Without a GPU there are no graphs.
 CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
 #: Of the eager call's time: what a compiled or captured one may take.
 MOST = 1.02
-_WIDTH_WHEN_NO_TERMINAL = 160
 
 
 def capture(step: Step) -> Step:
@@ -156,25 +150,15 @@ def main(arguments: list[str]) -> int:
     """Measure and print; returns the exit status."""
     on_gpu = has_gpu()
     parser, options = _parse(arguments, on_gpu)
-    if not on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which is not done before
-    device = torch.device("cuda" if on_gpu else "cpu")
-    header = make_header(device)
-    rows: list[dict] = []
+    device = device_to_measure(on_gpu)
 
-    try:
-        write_json(options.json, header, rows)
-    except OSError as error:
-        return cannot_write(parser.prog, options.json, error)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
-    for cell in make_cells(options.chains, options.dtypes, options.modes, on_gpu):
-        found = measure(cell, options.rounds, device)
-        rows += found
-        write_json(options.json, header, rows)
-        for row in found:
-            end = f"failed: {row['failure']}" if row["failure"] else f"{row['median_us']:.0f} µs, {row['ratio']:.3f}"
-            console.print(escape(f"{cell} {row['call']}: {end}"), highlight=False)
-    console.print(table(rows))
-    if not on_gpu:
-        console.print(NO_GPU)
-    return int(any(row["failure"] for row in rows))
+    def measured():
+        for cell in make_cells(options.chains, options.dtypes, options.modes, on_gpu):
+            found = measure(cell, options.rounds, device)
+            yield found, [f"{cell} {row['call']}: {_outcome(row)}" for row in found]
+
+    return keep_and_show(parser.prog, options.json, device, measured(), table, "failure")
+
+
+def _outcome(row: dict) -> str:
+    return f"failed: {row['failure']}" if row["failure"] else f"{row['median_us']:.0f} µs, {row['ratio']:.3f}"

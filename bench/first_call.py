@@ -5,25 +5,22 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS
-from bench.command_line import Parser, cannot_write, names
-from bench.device import NO_GPU, has_gpu
-from bench.device import header as make_header
-from bench.files import write_json
+from bench.command_line import Parser, names
+from bench.device import has_gpu
+from bench.rows import device_to_measure, keep_and_show
 from bench.sizes import SMALL, TARGET
 
 _ROOT = Path(__file__).parents[1]
 _FOUND = ("import_s", "first_call_s", "kernels_compiled", "kernels", "kernels_not_run", "later_call_us")
 #: Seconds after which a process has failed.
 _LONGEST = 600
-_WIDTH_WHEN_NO_TERMINAL = 160
 
 
 def main(arguments: list[str]) -> int:
@@ -38,27 +35,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtypes", type=names(DTYPES), default=",".join(DTYPES), help="of " + ", ".join(DTYPES))
     parser.add_argument("--json", type=Path, metavar="PATH", help="keep the rows here; rewritten after every process")
     options = parser.parse_args(arguments)
-    on_gpu = has_gpu()
-    if not on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # for the processes, too
-    device = torch.device("cuda" if on_gpu else "cpu")
-    header = make_header(device)
-    rows: list[dict] = []
+    device = device_to_measure(has_gpu())
 
-    try:
-        write_json(options.json, header, rows)
-    except OSError as error:
-        return cannot_write(parser.prog, options.json, error)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
-    for dtype in options.dtypes:
-        for chain in options.chains:
-            rows.append(measure(chain, dtype, device))
-            write_json(options.json, header, rows)
-            console.print(escape(_summary(rows[-1])), highlight=False)
-    console.print(table(rows))
-    if not on_gpu:
-        console.print(NO_GPU)
-    return int(any(row["failure"] for row in rows))
+    def measured():
+        for dtype in options.dtypes:
+            for chain in options.chains:
+                row = measure(chain, dtype, device)
+                yield [row], [_summary(row)]
+
+    return keep_and_show(parser.prog, options.json, device, measured(), table, "failure")
 
 
 def measure(chain_name: str, dtype: str, device: torch.device) -> dict:
@@ -91,7 +76,7 @@ def measure(chain_name: str, dtype: str, device: torch.device) -> dict:
     return row | json.loads(_last_line(process.stdout))
 
 
-def table(rows: list[dict]) -> Table:
+def table(rows: Sequence[dict]) -> Table:
     """One line a process."""
     columns = ("import ops, s", "first call, s", "kernels compiled", "of which not run", "later calls, µs")
     result = Table(title="First forward call of a fresh process, nothing compiled before")

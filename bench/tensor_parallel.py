@@ -22,8 +22,6 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import distributed, multiprocessing
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, init_device_mesh
@@ -32,10 +30,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from bench.cells import CHAINS, DTYPES, MODES, Cell, Problem, Step, make_cells, make_problem, make_step
 from bench.chain import Call, Chain, Forward
 from bench.checking import check
-from bench.command_line import Parser, cannot_write, names, positive
-from bench.device import NO_GPU, has_gpu
-from bench.device import header as make_header
-from bench.files import write_json
+from bench.command_line import Parser, names, positive
+from bench.device import has_gpu
+from bench.rows import device_to_measure, keep_and_show
 from bench.timing import warm_up
 
 #: What the mesh divides.
@@ -50,7 +47,6 @@ _FLUSH_BYTES = 256 * 1024 * 1024
 _CALLS_IN_A_ROW, _MOST_ROWS = 20, 5
 #: For one rank's wait for another, which may still compile.
 _LONGEST_WAIT = timedelta(minutes=10)
-_WIDTH_WHEN_NO_TERMINAL = 160
 
 
 @dataclass(frozen=True)
@@ -359,33 +355,25 @@ def main(arguments: list[str], spawn: Callable = multiprocessing.spawn) -> int:
     on_gpu = has_gpu()
     if on_gpu and torch.cuda.device_count() < chosen.gpus:
         parser.error(f"argument --gpus: there are {torch.cuda.device_count()}, not {chosen.gpus}")
-    if not on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # for the processes, too
+    device = device_to_measure(on_gpu)
     cells = make_cells(chosen.chains, chosen.dtypes, chosen.modes, on_gpu)
-    header = make_header(torch.device("cuda" if on_gpu else "cpu"))
-    rows: list[dict] = []
-    try:
-        write_json(chosen.json, header, rows)
-    except OSError as error:
-        return cannot_write(parser.prog, chosen.json, error)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
-    work = []
-    for cell in cells:
-        for divided in chosen.divided:
-            reason = cannot_divide(cell, divided, chosen.gpus)
-            if reason:
-                console.print(escape(f"{cell}: not by {divided}: {reason}"), highlight=False)
-            else:
-                work.append((cell, divided))
-    if work:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(run, (Options(tuple(work), chosen.gpus, chosen.rounds, on_gpu), folder), nprocs=chosen.gpus)
-            rows = [json.loads(line) for line in (Path(folder) / "rows.0").read_text(encoding="utf-8").splitlines()]
-    write_json(chosen.json, header, rows)
-    console.print(table(rows))
-    if not on_gpu:
-        console.print(NO_GPU)
-    return int(any(row["red"] for row in rows))
+
+    def measured():
+        work = []
+        for cell in cells:
+            for divided in chosen.divided:
+                reason = cannot_divide(cell, divided, chosen.gpus)
+                if reason:
+                    yield [], [f"{cell}: not by {divided}: {reason}"]
+                else:
+                    work.append((cell, divided))
+        if work:
+            with tempfile.TemporaryDirectory() as folder:
+                spawn(run, (Options(tuple(work), chosen.gpus, chosen.rounds, on_gpu), folder), nprocs=chosen.gpus)
+                lines = (Path(folder) / "rows.0").read_text(encoding="utf-8").splitlines()
+            yield [json.loads(line) for line in lines], []
+
+    return keep_and_show(parser.prog, chosen.json, device, measured(), table, "red")
 
 
 if __name__ == "__main__":

@@ -303,6 +303,15 @@ def doubled(arguments: dict) -> dict:
     return {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
+def redrawn(arguments: dict, seed: int) -> dict:
+    """Other values in tensors of the same shapes, strides and dtypes."""
+    fresh = {}
+    for name, tensor in tensors_of(arguments).items():
+        generator = torch.Generator(tensor.device).manual_seed(seed + len(fresh))
+        fresh[name] = torch.empty_like(tensor).normal_(generator=generator)
+    return {**arguments, **fresh}
+
+
 def tensors_of(arguments: dict) -> dict[str, torch.Tensor]:
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 

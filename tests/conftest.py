@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-pytest.register_assert_rewrite("tests.accuracy")
+pytest.register_assert_rewrite("tests.accuracy", "tests.bench.refusals")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 

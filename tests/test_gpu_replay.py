@@ -6,7 +6,7 @@ import torch
 import ops
 from ops import replay
 from tests.accuracy import draw_grad_output
-from tests.chains import CHAINS, DTYPES, L19, L94, LINEAR, Problem, chain_id, tensors_of
+from tests.chains import CHAINS, DTYPES, L19, L94, LINEAR, Problem, chain_id, redrawn, tensors_of
 from tests.gpu import MARKS, arguments_of
 
 pytestmark = MARKS
@@ -14,13 +14,6 @@ pytestmark = MARKS
 PROBLEM = Problem(rows=72, depth=64, groups=4, group_size=16)
 #: What the kernels for Hopper take.
 IMAGES = Problem(rows=3, depth=64, groups=8, group_size=8, pixels=(20, 24), kernel=(3, 3))
-
-
-def redrawn(arguments, seed):
-    """Other values in tensors of the same shapes, strides and dtypes."""
-    torch.manual_seed(seed)
-    fresh = {name: torch.empty_like(tensor).normal_() for name, tensor in tensors_of(arguments).items()}
-    return {**arguments, **fresh}
 
 
 def run(chain, arguments, grad_output):

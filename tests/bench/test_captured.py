@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from bench import captured
+from bench import rows as measured_rows
 from bench.captured import CALLS, COMPILED, EAGER, difference, main, make_cells, timed
+from tests.bench.refusals import assert_refused
 
 CPU = torch.device("cpu")
 
@@ -71,7 +73,7 @@ def calls(monkeypatch):
         return call
 
     monkeypatch.setattr(captured, "make_call", make_call)
-    monkeypatch.setattr(captured, "make_header", lambda device: {"device": "none", "date": "2026-01-02"})
+    monkeypatch.setattr(measured_rows, "make_header", lambda device: {"device": "none", "date": "2026-01-02"})
     monkeypatch.setattr(captured, "has_gpu", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return outputs
@@ -137,11 +139,7 @@ def test_table_marks_what_is_slower(calls, capsys):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    output, errors = capsys.readouterr()
-    assert exit.value.code == 2 and not output
-    assert named in errors and errors.startswith("bench captured: ") and errors.count("\n") == 1
+    assert_refused(main, arguments, named, "bench captured", capsys)
 
 
 def test_unwritable_json(calls, tmp_path, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
+from tests.bench.refusals import assert_refused
 
 ROOT = Path(__file__).parents[2]
 ONE_CELL = ["--chains", "l75", "--dtypes", "float32", "--precisions", "highest", "--shapes", "3x32x64", "--rounds", "1"]
@@ -58,13 +59,7 @@ def python(*arguments, check=True):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    """Exit status 2 and one line that names the argument, what came and what is known."""
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    output, errors = capsys.readouterr()
-    assert exit.value.code == 2
-    assert named in errors and errors.startswith("bench: ") and errors.count("\n") == 1
-    assert not output
+    assert_refused(main, arguments, named, "bench", capsys)
 
 
 def test_bad_argument_of_the_module():

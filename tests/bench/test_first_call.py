@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from bench import first_call
+from bench import rows as measured_rows
 from bench.__main__ import main
 from bench.first_call_process import compiled_kernels
 from bench.results import read_all
+from tests.bench.refusals import assert_refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +88,7 @@ def test_an_empty_cache_for_each(process):
 @pytest.fixture
 def without_gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(first_call, "make_header", lambda device: {"device": "none", "date": "2026-01-02"})
+    monkeypatch.setattr(measured_rows, "make_header", lambda device: {"device": "none", "date": "2026-01-02"})
 
 
 def test_failure(process, without_gpu, tmp_path, capsys):
@@ -119,11 +121,7 @@ def test_table(process, without_gpu, capsys):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["first-call", *arguments])
-    output, errors = capsys.readouterr()
-    assert exit.value.code == 2 and not output
-    assert named in errors and errors.startswith("bench first-call: ") and errors.count("\n") == 1
+    assert_refused(main, ["first-call", *arguments], named, "bench first-call", capsys)
 
 
 def test_unwritable_json(process, without_gpu, tmp_path, capsys):

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import rows as measured_rows
 from bench import tensor_parallel
 from bench.cells import CHAINS
 from bench.tensor_parallel import ALONE, ON_SHARDS, main
+from tests.bench.refusals import assert_refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +112,7 @@ def test_cannot_divide():
 @pytest.fixture
 def red_rows(monkeypatch):
     """Stands for the processes; each row that they write is red, with errors alone."""
-    monkeypatch.setattr(tensor_parallel, "make_header", lambda device: {"device": "none"})
+    monkeypatch.setattr(measured_rows, "make_header", lambda device: {"device": "none"})
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def spawn(function, arguments, nprocs):
@@ -148,11 +150,7 @@ def test_red(red_rows, capsys):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    output, errors = capsys.readouterr()
-    assert exit.value.code == 2 and not output
-    assert named in errors and errors.startswith("bench tensor-parallel: ") and errors.count("\n") == 1
+    assert_refused(main, arguments, named, "bench tensor-parallel", capsys)
 
 
 def test_too_few_gpus(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import ops
 from autotune_configs import lookup, tune_unseen_problems
 from ops import replay
 from tests.accuracy import draw_grad_output
-from tests.chains import CHAINS, DTYPES, L75, L94, LINEAR, Problem, chain_id, make_arguments, tensors_of
+from tests.chains import CHAINS, DTYPES, L75, L94, LINEAR, Problem, chain_id, make_arguments, redrawn, tensors_of
 
 PROBLEM = Problem(rows=6, depth=24, groups=4, group_size=4)
 
@@ -30,17 +30,6 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(replay.Plan, "run", counted)
     return results
-
-
-def redrawn(arguments, seed):
-    """Other values in tensors of the same shapes, strides and dtypes."""
-    generator = torch.Generator().manual_seed(seed)
-    fresh = {}
-    for name, tensor in tensors_of(arguments).items():
-        values = torch.empty_like(tensor)
-        values.copy_(torch.randn(tensor.shape, generator=generator))
-        fresh[name] = values
-    return {**arguments, **fresh}
 
 
 def trained(chain, arguments):
