@@ -20,7 +20,6 @@ Statistics are kept in registers, each thread's own, from tile to tile of a samp
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -35,7 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.convolution import StrideOneConvolution
-from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
+from triton_kernels.convolution_tiling import (
+    CHANNELS,
+    WIDEST_HALO,
+    channels_a_step,
+    columns_of,
+    is_staged,
+    tiling_for,
+    tiling_of,
+)
+from triton_kernels.device import multiprocessor_count
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
 from triton_kernels.image_statistics import PartialStatistics
@@ -43,104 +51,6 @@ from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.tf32 import round_to_tf32
-
-#: Output channels of a tile.
-_CHANNELS = 64
-#: Bytes of a pixel in a box: a swizzled row of shared memory, and so many input channels are a step.
-_ROW_BYTES = 128
-#: Image rows of a halo that are copied at a time.
-_HALO_ROWS = 2
-#: The widest halo.
-_WIDEST_HALO = 16
-#: Boxes under way at most.
-_MOST_STAGES = 6
-#: Bytes set aside for barriers, reductions and alignment.
-_RESERVED_BYTES = 4096
-#: Tiles of 256 pixels are taken where they cover at most so much more than tiles of 128: images have edges.
-_MOST_WASTE = 1.1
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Rows and columns of a tile, boxes of the input under way, and what a tile needs of the image and the weights."""
-
-    rows: int
-    columns: int
-    stages: int
-    tap_rows: int
-    tap_columns: int
-    dilation_y: int
-    #: Image rows beyond the tile's own, and those copied at a time.
-    halo: int
-    halo_rows: int
-    #: Steps of input channels.
-    steps: int
-
-    @property
-    def pixels(self) -> int:
-        return self.rows * self.columns
-
-    def tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Along the height and the width of an image."""
-        return blocks_of(height, self.rows), blocks_of(width, self.columns)
-
-    def covered(self, height: int, width: int) -> int:
-        """Pixels of all tiles of an image."""
-        return math.prod(self.tiles(height, width)) * self.pixels
-
-
-def _step(input: torch.Tensor) -> int:
-    """Input channels of a step."""
-    return _ROW_BYTES // input.element_size()
-
-
-def _is_staged(output: torch.Tensor) -> bool:
-    """Whether results go through shared memory and the copy engine; else the consumers store them, thread by thread.
-
-    That takes as long where they are float32: 32 bytes of a row, or of neighbouring channels, at a time.
-    """
-    return output.element_size() == 2
-
-
-def _columns(output: torch.Tensor) -> int:
-    """Of a tile: 8, or 64 bytes of a contiguous row."""
-    return 8 if is_channels_last(output) else 64 // output.element_size()
-
-
-def _tiling_of(
-    pixels: int, columns: int, channels: int, element_size: int, convolution: StrideOneConvolution
-) -> Tiling:
-    """Tiles of so many pixels, for an input of so many channels."""
-    rows = pixels // columns
-    (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
-    halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
-    steps = blocks_of(channels, _ROW_BYTES // element_size)
-    weights = convolution.taps * steps * _CHANNELS * _ROW_BYTES
-    results = pixels * _CHANNELS * 2 if element_size == 2 else 0
-    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * _ROW_BYTES)
-    stages = min(stages, _MOST_STAGES)
-    return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
-
-
-@functools.lru_cache
-def _best_tiling(
-    columns: int,
-    channels: int,
-    element_size: int,
-    out_size: tuple[int, int],
-    convolution: StrideOneConvolution,
-    statistics: bool,
-) -> Tiling:
-    """Tiles of 128 pixels, or larger ones where an epilogue makes them pay."""
-    small, large = (_tiling_of(pixels, columns, channels, element_size, convolution) for pixels in (128, 256))
-    # Without statistics there is little to wait for, and float32 results, which are not staged, spill registers.
-    pays = statistics and columns == 8 and element_size == 2 and large.stages >= 2
-    return large if pays and large.covered(*out_size) <= _MOST_WASTE * small.covered(*out_size) else small
-
-
-def _tiling(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool) -> Tiling:
-    out_size = tuple(output.shape[2:])
-    return _best_tiling(_columns(output), input.shape[1], input.element_size(), out_size, convolution, statistics)
 
 
 def _is_one_run(image: torch.Tensor) -> bool:
@@ -163,8 +73,8 @@ def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneCo
     ):
         return False
     # Not from a cache: torch.compile asks about channels of any number too, which are no keys.
-    tiling = _tiling_of(128, _columns(output), input.shape[1], input.element_size(), convolution)
-    return tiling.halo <= _WIDEST_HALO and tiling.stages >= 2
+    tiling = tiling_of(128, columns_of(output), input.shape[1], input.element_size(), convolution)
+    return tiling.halo <= WIDEST_HALO and tiling.stages >= 2
 
 
 @gluon.jit
@@ -501,7 +411,7 @@ def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> 
 def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
     """[KH, KW, O, C] with channels rounded up to multiples of 64 and of ``step`` by zeros, as [KH * KW * O, C]."""
     height, width, out_channels, in_channels = weight.shape
-    padded = blocks_of(out_channels, _CHANNELS) * _CHANNELS, blocks_of(in_channels, step) * step
+    padded = blocks_of(out_channels, CHANNELS) * CHANNELS, blocks_of(in_channels, step) * step
     values = round_to_tf32(weight) if weight.dtype == torch.float32 else weight
     if padded == (out_channels, in_channels) and values.is_contiguous() and values.data_ptr() % 16 == 0:
         return values.view(-1, in_channels)
@@ -512,14 +422,14 @@ def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
 
 def _programs(output: torch.Tensor) -> int:
     """As many as run at once, each with a block of channels of its own."""
-    blocks = blocks_of(output.shape[1], _CHANNELS)
+    blocks = blocks_of(output.shape[1], CHANNELS)
     return max(multiprocessor_count(output.device) // blocks, 1) * blocks
 
 
 def partial_count(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> int:
     """Partial statistics of a sample: one for each warpgroup of consumers that has a tile of it."""
-    tiling = _tiling(input, output, convolution, statistics=True)
-    consumers = 2 * _programs(output) // blocks_of(output.shape[1], _CHANNELS)
+    tiling = tiling_for(input, output, convolution, statistics=True)
+    consumers = 2 * _programs(output) // blocks_of(output.shape[1], CHANNELS)
     return min(math.prod(tiling.tiles(*output.shape[2:])), consumers) * (tiling.pixels // 128)
 
 
@@ -539,11 +449,11 @@ def convolution_hopper(
     dtype. A float32 input must hold TF32 numbers; the weight is rounded to them here. ``partials`` are
     ``partial_count`` a sample.
     """
-    tiling = _tiling(input, output, convolution, partials is not None)
+    tiling = tiling_for(input, output, convolution, partials is not None)
     N, channels, height, width = output.shape
-    places = *tiling.tiles(height, width), blocks_of(channels, _CHANNELS)
+    places = *tiling.tiles(height, width), blocks_of(channels, CHANNELS)
     tiles = N * math.prod(places)
-    step = _step(input)
+    step = channels_a_step(input)
     packed = _packed(weight, step)
     sample_stride, channel_stride, _, pixel_stride = output.stride()
     strides, units = strides_in_units((sample_stride, channel_stride, pixel_stride))
@@ -553,11 +463,11 @@ def convolution_hopper(
         input.device,
         _descriptor(input, tiling.rows, tiling.columns, step),
         _descriptor(input, tiling.halo_rows, tiling.columns, step),
-        TensorDescriptor.from_tensor(packed, [_CHANNELS, step], _layout(128, 8 * input.element_size(), 2)),
+        TensorDescriptor.from_tensor(packed, [CHANNELS, step], _layout(128, 8 * input.element_size(), 2)),
         bias,
         output,
         strides,
-        _descriptor(output, tiling.rows, tiling.columns, _CHANNELS) if _is_staged(output) else None,
+        _descriptor(output, tiling.rows, tiling.columns, CHANNELS) if is_staged(output) else None,
         None if partials is None else (partials.counts, partials.means, partials.m2s),
         tiles,
         places,

@@ -1,0 +1,114 @@
+"""How ``convolution_hopper`` cuts images into tiles: as large as shared memory holds beside the weights.
+
+This loads no Gluon.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from triton_kernels.convolution import StrideOneConvolution
+from triton_kernels.device import SHARED_MEMORY
+from triton_kernels.grid import blocks_of
+from triton_kernels.hopper import is_channels_last
+
+#: Output channels of a tile.
+CHANNELS = 64
+#: Bytes of a pixel in a box: a swizzled row of shared memory, and so many input channels are a step.
+_ROW_BYTES = 128
+#: Image rows of a halo that are copied at a time.
+_HALO_ROWS = 2
+#: The widest halo.
+WIDEST_HALO = 16
+#: Boxes under way at most.
+_MOST_STAGES = 6
+#: Bytes set aside for barriers, reductions and alignment.
+_RESERVED_BYTES = 4096
+#: Tiles of 256 pixels are taken where they cover at most so much more than tiles of 128: images have edges.
+_MOST_WASTE = 1.1
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows and columns of a tile, boxes of the input under way, and what a tile needs of the image and the weights."""
+
+    rows: int
+    columns: int
+    stages: int
+    tap_rows: int
+    tap_columns: int
+    dilation_y: int
+    #: Image rows beyond the tile's own, and those copied at a time.
+    halo: int
+    halo_rows: int
+    #: Steps of input channels.
+    steps: int
+
+    @property
+    def pixels(self) -> int:
+        return self.rows * self.columns
+
+    def tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Along the height and the width of an image."""
+        return blocks_of(height, self.rows), blocks_of(width, self.columns)
+
+    def covered(self, height: int, width: int) -> int:
+        """Pixels of all tiles of an image."""
+        return math.prod(self.tiles(height, width)) * self.pixels
+
+
+def channels_a_step(input: torch.Tensor) -> int:
+    """Input channels of a step."""
+    return _ROW_BYTES // input.element_size()
+
+
+def is_staged(output: torch.Tensor) -> bool:
+    """Whether results go through shared memory and the copy engine; else the consumers store them, thread by thread.
+
+    That takes as long where they are float32: 32 bytes of a row, or of neighbouring channels, at a time.
+    """
+    return output.element_size() == 2
+
+
+def columns_of(output: torch.Tensor) -> int:
+    """Of a tile: 8, or 64 bytes of a contiguous row."""
+    return 8 if is_channels_last(output) else 64 // output.element_size()
+
+
+def tiling_of(pixels: int, columns: int, channels: int, element_size: int, convolution: StrideOneConvolution) -> Tiling:
+    """Tiles of so many pixels, for an input of so many channels."""
+    rows = pixels // columns
+    (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
+    halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
+    steps = blocks_of(channels, _ROW_BYTES // element_size)
+    weights = convolution.taps * steps * CHANNELS * _ROW_BYTES
+    results = pixels * CHANNELS * 2 if element_size == 2 else 0
+    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * _ROW_BYTES)
+    stages = min(stages, _MOST_STAGES)
+    return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
+
+
+@functools.lru_cache
+def _best_tiling(
+    columns: int,
+    channels: int,
+    element_size: int,
+    out_size: tuple[int, int],
+    convolution: StrideOneConvolution,
+    statistics: bool,
+) -> Tiling:
+    """Tiles of 128 pixels, or larger ones where an epilogue makes them pay."""
+    small, large = (tiling_of(pixels, columns, channels, element_size, convolution) for pixels in (128, 256))
+    # Without statistics there is little to wait for, and float32 results, which are not staged, spill registers.
+    pays = statistics and columns == 8 and element_size == 2 and large.stages >= 2
+    return large if pays and large.covered(*out_size) <= _MOST_WASTE * small.covered(*out_size) else small
+
+
+def tiling_for(
+    input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool
+) -> Tiling:
+    """The tiles of a convolution, whose epilogue finds statistics or has little to do."""
+    out_size = tuple(output.shape[2:])
+    return _best_tiling(columns_of(output), input.shape[1], input.element_size(), out_size, convolution, statistics)
