@@ -16,11 +16,12 @@ def _forward(input, bias, min_val, max_val):
     return output
 
 
-def _backward_kernel(gradient, input, bias, min_val, max_val):
+def _backward_kernel(gradient, input, bias, min_val, max_val, sums_dtype):
     gradient, input = gradient.contiguous(), input.contiguous()
     input_gradient = torch.empty_like(input)
+    bounds = min_val, max_val
     sums = bias_pointwise_backward(
-        gradient, input, bias, HARDTANH_MISH, (min_val, max_val), input_gradient=input_gradient
+        gradient, input, bias, HARDTANH_MISH, bounds, input_gradient=input_gradient, sums_dtype=sums_dtype
     )
     return input_gradient, sums
 
@@ -31,12 +32,12 @@ _operator = operators.define(
     lambda input, bias, min_val, max_val: torch.empty_like(input, memory_format=torch.contiguous_format),
 )
 _backward_operator = operators.define(
-    "bias_hardtanh_mish_backward(Tensor gradient, Tensor input, Tensor? bias, float min_val, float max_val)"
-    " -> (Tensor, Tensor)",
+    "bias_hardtanh_mish_backward(Tensor gradient, Tensor input, Tensor? bias, float min_val, float max_val,"
+    " ScalarType sums_dtype) -> (Tensor, Tensor)",
     _backward_kernel,
-    lambda gradient, input, bias, min_val, max_val: (
+    lambda gradient, input, bias, min_val, max_val, sums_dtype: (
         torch.empty_like(input, memory_format=torch.contiguous_format),
-        input.new_empty(1, input.shape[1], dtype=torch.float32),
+        input.new_empty(1, input.shape[1], dtype=sums_dtype),
     ),
 )
 
@@ -48,7 +49,8 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, gradient):
     input, bias = ctx.saved_tensors
-    input_gradient, sums = _backward_operator(gradient, input, bias, ctx.min_val, ctx.max_val)
+    sums_dtype = operators.sums_dtype(bias)
+    input_gradient, sums = _backward_operator(gradient, input, bias, ctx.min_val, ctx.max_val, sums_dtype)
     return input_gradient, *operators.vector_gradients(sums, (0, bias)), None, None
 
 

@@ -66,17 +66,17 @@ def _fake(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argumen
     return output, z, output.new_empty(2, B * num_groups, dtype=torch.float32)
 
 
-def _sums_over_samples_and_pixels(partials: torch.Tensor) -> torch.Tensor:
-    """[sums, B, tiles, C] → [sums, C], one sample a program first, as there are many tiles."""
+def _sums_over_samples_and_pixels(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[sums, B, tiles, C] → [sums, C] in ``dtype``, one sample a program first, as there are many tiles."""
     sums, B, _, C = partials.shape
-    return column_sums(column_sums(partials.flatten(0, 1)).view(sums, B, C))
+    return column_sums(column_sums(partials.flatten(0, 1)).view(sums, B, C), dtype)
 
 
 def _backward_kernels(
     gradient, input, weight, z, statistics, conv_bias, norm_weight, norm_bias, num_groups, *arguments
 ):
     """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
-    *geometry, approximate, allow_tf32, input_wanted, weight_wanted = arguments
+    *geometry, approximate, allow_tf32, input_wanted, weight_wanted, sums_dtype = arguments
     geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
     is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
     if not (z.is_contiguous() or z.is_contiguous(memory_format=torch.channels_last)):  # as no forward pass makes it
@@ -113,15 +113,15 @@ def _backward_kernels(
         z_gradients(slice(0, B), z_gradient)
         gradients = convolution.conv_transpose2d_gradients(z_gradient, input, weight, geometry, wanted)
     gradients = (input.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return *gradients, _sums_over_samples_and_pixels(sums)
+    return *gradients, _sums_over_samples_and_pixels(sums, sums_dtype)
 
 
 def _backward_fake(gradient, input, weight, z, *arguments):
     gradients = (
         torch.empty_like(tensor, memory_format=memory_format(tensor)) if wanted else tensor.new_empty(0)
-        for tensor, wanted in zip((input, weight), arguments[-2:], strict=True)
+        for tensor, wanted in zip((input, weight), arguments[-3:-1], strict=True)
     )
-    return *gradients, z.new_empty(3, z.shape[1], dtype=torch.float32)
+    return *gradients, z.new_empty(3, z.shape[1], dtype=arguments[-1])
 
 
 _GEOMETRY = "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups"
@@ -137,7 +137,8 @@ _operator = operators.define(
 _backward_operator = operators.define(
     "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor input, Tensor weight, Tensor z,"
     " Tensor statistics, Tensor? conv_bias, Tensor? norm_weight, Tensor? norm_bias, int num_groups,"
-    f" {_GEOMETRY}, str approximate, bool allow_tf32, bool input_wanted, bool weight_wanted)"
+    f" {_GEOMETRY}, str approximate, bool allow_tf32, bool input_wanted, bool weight_wanted,"
+    " ScalarType sums_dtype)"
     " -> (Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
@@ -167,6 +168,7 @@ def _backward(ctx, gradient):
         ctx.approximate,
         ctx.allow_tf32,
         *wanted,
+        operators.sums_dtype(conv_bias, norm_weight, norm_bias),
     )
     gradients = [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
     vectors = operators.vector_gradients(sums, (0, conv_bias), (1, norm_weight), (2, norm_bias))

@@ -53,12 +53,27 @@ def _forward(activation: Pointwise, final: Pointwise, input, num_groups, weight,
 
 
 def _backward_kernel(
-    activation: Pointwise, final: Pointwise, gradient, input, num_groups, weight, bias, min_val, max_val, eps
+    activation: Pointwise,
+    final: Pointwise,
+    gradient,
+    input,
+    num_groups,
+    weight,
+    bias,
+    min_val,
+    max_val,
+    eps,
+    sums_dtype,
 ):
     gradient, volume = as_volume(gradient), as_volume(input)
     B, C, S = volume.shape
     result = torch.empty_like(input)
-    options: dict[str, Any] = {"activation": activation, "final": final, "bounds": (min_val, max_val)}
+    options: dict[str, Any] = {
+        "activation": activation,
+        "final": final,
+        "bounds": (min_val, max_val),
+        "sums_dtype": sums_dtype,
+    }
     with written_as_volume(result) as input_gradient:
         if fits_registers(C, S, num_groups):
             sums = resident.group_norm_backward(
@@ -93,11 +108,11 @@ def _differentiable_group_norm(
         lambda input, *arguments: torch.empty_like(input),
     )
     backward_operator = operators.define(
-        f"{name}_backward(Tensor gradient, Tensor input, {parameters}) -> (Tensor, Tensor)",
+        f"{name}_backward(Tensor gradient, Tensor input, {parameters}, ScalarType sums_dtype) -> (Tensor, Tensor)",
         lambda *arguments: _backward_kernel(activation, final, *arguments),
         lambda gradient, input, *arguments: (
             torch.empty_like(input),
-            input.new_empty(2, input.shape[1], dtype=torch.float32),
+            input.new_empty(2, input.shape[1], dtype=arguments[-1]),
         ),
     )
 
@@ -107,7 +122,10 @@ def _differentiable_group_norm(
 
     def backward(ctx, gradient):
         input, weight, bias = ctx.saved_tensors
-        input_gradient, sums = backward_operator(gradient, input, ctx.num_groups, weight, bias, *ctx.scalars)
+        sums_dtype = operators.sums_dtype(weight, bias)
+        input_gradient, sums = backward_operator(
+            gradient, input, ctx.num_groups, weight, bias, *ctx.scalars, sums_dtype
+        )
         weight_gradient, bias_gradient = operators.vector_gradients(sums, (0, weight), (1, bias))
         return input_gradient, None, weight_gradient, bias_gradient, None, None, None
 

@@ -74,10 +74,10 @@ def _fake(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, 
 
 
 def _backward_kernels(
-    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
+    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, sums_dtype
 ):
     """Gradients of input and weight (empty where not wanted), of linear_bias, norm_weight and norm_bias [3, N], and of
-    bias [C].
+    bias [C]; those of the vectors in ``sums_dtype``.
 
     The gradient at the GEMM's output is zero outside the group that holds a row's minimum. While groups are narrow, the
     input's gradient gathers that group's rows of the weight, and the weight's adds up the rows that chose each group.
@@ -85,10 +85,10 @@ def _backward_kernels(
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     winner = (column, rstd, normalized.contiguous())
-    row_partials, bias_gradient = row_minimum_backward.output_gradient_sums(gradient)
+    row_partials, bias_gradient = row_minimum_backward.output_gradient_sums(gradient, sums_dtype)
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, norm_weight, group_size)
     order, offsets = row_minimum_backward.rows_by_group(column, num_groups, group_size)
-    sums = row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets)
+    sums = row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, sums_dtype)
     input_gradient = input.new_empty((M, K) if input_wanted else 0)
     weight_gradient = weight.new_empty((N, K) if weight_wanted else 0)
     if num_groups >= _FEWEST_SPARSE_GROUPS and group_size <= _WIDEST_SPARSE_GROUP:
@@ -109,13 +109,13 @@ def _backward_kernels(
 
 
 def _backward_fake(
-    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted
+    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, sums_dtype
 ):
     return (
         input.new_empty(input.shape if input_wanted else 0),
         weight.new_empty(weight.shape if weight_wanted else 0),
-        input.new_empty(3, weight.shape[0], dtype=torch.float32),
-        gradient.new_empty(gradient.shape[0], dtype=torch.float32),
+        input.new_empty(3, weight.shape[0], dtype=sums_dtype),
+        gradient.new_empty(gradient.shape[0], dtype=sums_dtype),
     )
 
 
@@ -127,8 +127,8 @@ _operator = operators.define(
 )
 _backward_operator = operators.define(
     "linear_group_norm_min_backward(Tensor gradient, Tensor column, Tensor rstd, Tensor normalized,"
-    " Tensor? norm_weight, Tensor input, Tensor weight, int num_groups, bool input_wanted, bool weight_wanted)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? norm_weight, Tensor input, Tensor weight, int num_groups, bool input_wanted, bool weight_wanted,"
+    " ScalarType sums_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
 )
@@ -153,6 +153,7 @@ def _backward(ctx, gradient):
         ctx.num_groups,
         input_wanted,
         weight_wanted,
+        operators.sums_dtype(linear_bias, norm_weight, norm_bias, bias),
     )
     linear_bias_gradient, *norm_gradients = operators.vector_gradients(
         sums, (0, linear_bias), (1, norm_weight), (2, norm_bias)

@@ -55,7 +55,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
         output = input.new_empty(input.shape[0], weight.shape[0])
         return output, torch.empty_like(output) if training else output.new_empty(0)
 
-    def norm_backward(gradient, z, num_groups, norm_weight, norm_bias, min_val, max_val, eps):
+    def norm_backward(gradient, z, num_groups, norm_weight, norm_bias, min_val, max_val, eps, sums_dtype):
         """The gradient at z and, [3, N], those of linear_bias (and bias), norm_weight and norm_bias."""
         M, N = z.shape
         gradient, z = gradient.contiguous(), z.contiguous()
@@ -72,6 +72,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
             activation=activation,
             final=final,
             bounds=(min_val, max_val),
+            sums_dtype=sums_dtype,
         )
         return z_gradient, sums
 
@@ -83,9 +84,10 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
         fake,
     )
     norm_backward_operator = operators.define(
-        f"linear_{name}_backward(Tensor gradient, Tensor z, int num_groups, {norm_parameters}) -> (Tensor, Tensor)",
+        f"linear_{name}_backward(Tensor gradient, Tensor z, int num_groups, {norm_parameters}, ScalarType sums_dtype)"
+        " -> (Tensor, Tensor)",
         norm_backward,
-        lambda gradient, z, *arguments: (z.new_empty(z.shape), z.new_empty(3, z.shape[1], dtype=torch.float32)),
+        lambda gradient, z, *arguments: (z.new_empty(z.shape), z.new_empty(3, z.shape[1], dtype=arguments[-1])),
     )
 
     def setup_context(ctx, inputs, outputs):
@@ -94,7 +96,10 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
 
     def backward(ctx, gradient):
         input, weight, z, linear_bias, bias, norm_weight, norm_bias = ctx.saved_tensors
-        z_gradient, sums = norm_backward_operator(gradient, z, ctx.num_groups, norm_weight, norm_bias, *ctx.scalars)
+        sums_dtype = operators.sums_dtype(linear_bias, bias, norm_weight, norm_bias)
+        z_gradient, sums = norm_backward_operator(
+            gradient, z, ctx.num_groups, norm_weight, norm_bias, *ctx.scalars, sums_dtype
+        )
         linear_bias_gradient, bias_gradient, *norm_gradients = operators.vector_gradients(
             sums, (0, linear_bias), (0, bias), (1, norm_weight), (2, norm_bias)
         )

@@ -114,14 +114,18 @@ def _refusal(name: str, what: str) -> str:
     )
 
 
+def sums_dtype(*vectors: torch.Tensor | None) -> torch.dtype:
+    """The dtype that the sums over rows which ``vector_gradients`` takes may have from the start: the vectors', where
+    they have one of 16 bits in common, or float32."""
+    dtypes = {vector.dtype for vector in vectors if vector is not None}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else torch.float32
+
+
 def vector_gradients(sums: torch.Tensor, *vectors: tuple[int, torch.Tensor | None]) -> list[torch.Tensor | None]:
     """For each (i, vector): row i of ``sums`` in the vector's dtype and shape; None where there is no vector.
 
     No two share memory, though two may be of one row: autograd keeps what it gets, and adds to it in place.
     """
-    dtypes = {vector.dtype for _, vector in vectors if vector is not None}
-    if len(dtypes) == 1:
-        sums = sums.to(dtypes.pop())
     rows = sums.unbind()
     gradients: list[torch.Tensor | None] = []
     used: set[int] = set()

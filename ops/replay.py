@@ -34,7 +34,7 @@ _Part = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 _MOST_PLANS = 1024
 _NO_PLAN_YET: Any = object()
 _PLAIN_TENSORS = torch.Tensor, torch.nn.Parameter
-_SCALARS = int, float, bool, str, type(None)
+_SCALARS = int, float, bool, str, torch.dtype, type(None)
 _EMPTY = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums
+from triton_kernels.column_sums import column_sums, empty_partials
 from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import Pointwise
@@ -112,13 +112,15 @@ def bias_pointwise_backward(
     bounds: tuple[float, float],
     *,
     input_gradient: torch.Tensor,
+    sums_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Gradients of ``bias_pointwise``, all matrices [M, C] and contiguous; returns the bias's, [1, C] in float32."""
+    """Gradients of ``bias_pointwise``, all matrices [M, C] and contiguous; returns the bias's, [1, C] in
+    ``sums_dtype``."""
     M, C = input.shape
     if M == 0 or C == 0:
-        return torch.zeros(1, C, dtype=torch.float32, device=input.device)
+        return torch.zeros(1, C, dtype=sums_dtype, device=input.device)
     chunks = blocks_of(M, _ROWS_PER_PROGRAM)
-    partials = torch.empty(1, chunks, C, dtype=torch.float32, device=input.device)
+    partials = empty_partials(1, chunks, C, sums_dtype, input.device)
     launch(
         bias_pointwise_backward_kernel,
         grid_of(chunks, blocks_of(C, _BLOCK_C)),
@@ -136,4 +138,4 @@ def bias_pointwise_backward(
         BLOCK_M=_BLOCK_M,
         BLOCK_C=_BLOCK_C,
     )
-    return column_sums(partials)
+    return column_sums(partials, sums_dtype)

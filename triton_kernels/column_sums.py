@@ -11,7 +11,7 @@ from triton_kernels.launch import launch, wait_for_launch_before
 @triton.jit
 def column_sums_kernel(
     partials,  # [sums, chunks, C] float32
-    output,  # [sums, C] float32
+    output,  # [sums, C]
     chunks,
     C,
     BLOCK_CHUNKS: tl.constexpr,
@@ -30,15 +30,20 @@ def column_sums_kernel(
     tl.store(output + index * C + columns, tl.sum(total, 0).to(tl.float32), mask=columns < C)
 
 
-def column_sums(partials: torch.Tensor) -> torch.Tensor:
-    """Sum ``partials`` [sums, chunks, C] (float32, contiguous) over the chunks; returns [sums, C] in float32.
+def empty_partials(sums: int, chunks: int, C: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """For partial sums [sums, chunks, C] that ``column_sums`` will add up to ``dtype``: one chunk is the sum itself."""
+    return torch.empty(sums, chunks, C, dtype=dtype if chunks == 1 else torch.float32, device=device)
 
-    One chunk is its sum: a view of it is returned, and nothing launched.
+
+def column_sums(partials: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Sum ``partials`` [sums, chunks, C] (contiguous) over the chunks; returns [sums, C], rounded once to ``dtype``.
+
+    One chunk of that dtype is its sum: a view of it is returned, and nothing launched.
     """
     sums, chunks, C = partials.shape
-    if chunks == 1:
+    if chunks == 1 and partials.dtype == dtype:
         return partials.view(sums, C)
-    output = torch.empty(sums, C, dtype=torch.float32, device=partials.device)
+    output = torch.empty(sums, C, dtype=dtype, device=partials.device)
     block_c = 64
     launch(
         column_sums_kernel,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums
+from triton_kernels.column_sums import column_sums, empty_partials
 from triton_kernels.grid import blocks_of, grid_of, indices, next_power_of_2, second_place
 from triton_kernels.group_statistics import normalize_groups
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -255,18 +255,19 @@ def group_norm_backward(
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
+    sums_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Gradients of ``group_norm``; all matrices are [M, C] and contiguous.
 
-    Returns [3, C] in float32: the sum of ``input_gradient`` over the rows (the gradient of a bias added to the input),
-    the gradient of ``norm_weight`` and that of ``norm_bias``.
+    Returns [3, C] in ``sums_dtype``: the sum of ``input_gradient`` over the rows (the gradient of a bias added to the
+    input), the gradient of ``norm_weight`` and that of ``norm_bias``.
     """
     M, C = input.shape
     if M == 0:
-        return torch.zeros(3, C, dtype=torch.float32, device=input.device)
+        return torch.zeros(3, C, dtype=sums_dtype, device=input.device)
     group_size = C // num_groups
     chunks = blocks_of(M, config.rows_per_program)
-    partials = torch.empty(3, chunks, C, dtype=torch.float32, device=input.device)
+    partials = empty_partials(3, chunks, C, sums_dtype, input.device)
     launch(
         group_norm_backward_kernel,
         grid_of(chunks, column_tiles(C, group_size, config)),
@@ -289,4 +290,4 @@ def group_norm_backward(
         **config.blocks(group_size),
         num_warps=config.num_warps,
     )
-    return column_sums(partials)
+    return column_sums(partials, sums_dtype)

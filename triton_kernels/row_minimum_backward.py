@@ -5,13 +5,11 @@ group's rows of the weight; the weight's adds up, group by group, the rows that 
 ``row_minimum.finish`` kept: (column [M], rstd [M], normalized [M, GROUP_SIZE]).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums
+from triton_kernels.column_sums import column_sums, empty_partials
 from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -57,7 +55,7 @@ def output_gradient_kernel(
         total += tl.sum(values, 1)
         row_inside = (rows < M) & (column_block * BLOCK_C < C)
         tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=row_inside)
-    tl.store(column_partials + share.to(tl.int64) * C + columns, total, mask=column_inside)
+    tl.store(column_partials + share.to(tl.int64) * C + columns, total.to(tl.float32), mask=column_inside)
 
 
 @triton.jit
@@ -237,7 +235,7 @@ def column_gradients_kernel(
     z_gradient,  # [M, GROUP_SIZE]
     order,
     offsets,
-    sums,  # [3, N] float32: gradients of linear_bias, norm_weight and norm_bias
+    sums,  # [3, N]: gradients of linear_bias, norm_weight and norm_bias
     N,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -266,26 +264,28 @@ def column_gradients_kernel(
         norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
     target = sums + group * GROUP_SIZE + members
     member_inside = members < GROUP_SIZE
-    tl.store(target, bias_sum, mask=member_inside)
-    tl.store(target + N, norm_weight_sum, mask=member_inside)
-    tl.store(target + N + N, norm_bias_sum, mask=member_inside)  # 2 * N may not fit int32
+    # There is no conversion from float64 to 16 bits.
+    tl.store(target, bias_sum.to(tl.float32), mask=member_inside)
+    tl.store(target + N, norm_weight_sum.to(tl.float32), mask=member_inside)
+    tl.store(target + N + N, norm_bias_sum.to(tl.float32), mask=member_inside)  # 2 * N may not fit int32
 
 
-def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def output_gradient_sums(
+    output_gradient: torch.Tensor, sums_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of ``output_gradient`` [C, M] (any strides): over blocks of its columns [blocks, M] in float64, for
-    ``winner_backward``, and over its rows [C] in float32."""
+    ``winner_backward``, and over its rows [C] in ``sums_dtype``."""
     C, M = output_gradient.shape
     block_m, block_c = min(1024, next_power_of_2(max(1, M))), 16
     column_blocks = blocks_of(C, block_c)
     shares = max(1, min(blocks_of(M, block_m), _OUTPUT_GRADIENT_PROGRAMS // max(1, column_blocks)))
     rows_per_program = blocks_of(blocks_of(M, shares), block_m) * block_m
-    shares = blocks_of(M, rows_per_program) if M else 0
-    options: dict[str, Any] = {"dtype": torch.float32, "device": output_gradient.device}
     # These may cancel out, and are one row's whole gradient: float32 would show in it.
     row_partials = torch.empty(column_blocks, M, dtype=torch.float64, device=output_gradient.device)
-    column_partials = torch.empty(1, shares, C, **options)
     if M == 0:
-        return row_partials, torch.zeros(C, **options)
+        return row_partials, torch.zeros(C, dtype=sums_dtype, device=output_gradient.device)
+    shares = blocks_of(M, rows_per_program)
+    column_partials = empty_partials(1, shares, C, sums_dtype, output_gradient.device)
     launch(
         output_gradient_kernel,
         grid_of(shares, column_blocks),
@@ -301,7 +301,7 @@ def output_gradient_sums(output_gradient: torch.Tensor) -> tuple[torch.Tensor, t
         BLOCK_C=block_c,
         num_warps=4,
     )
-    return row_partials, column_sums(column_partials)[0]
+    return row_partials, column_sums(column_partials, sums_dtype)[0]
 
 
 def winner_backward(
@@ -421,13 +421,15 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     )
 
 
-def column_gradients(minimum_gradient, winner, z_gradient, order, offsets) -> torch.Tensor:
-    """Gradients of linear_bias, norm_weight and norm_bias, [3, N] in float32."""
+def column_gradients(
+    minimum_gradient, winner, z_gradient, order, offsets, sums_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Gradients of linear_bias, norm_weight and norm_bias, [3, N] in ``sums_dtype``."""
     column, _, normalized = winner
     group_size = normalized.shape[1]
     num_groups = offsets.numel() - 1
     block_group = next_power_of_2(group_size)
-    sums = torch.empty(3, num_groups * group_size, dtype=torch.float32, device=column.device)
+    sums = torch.empty(3, num_groups * group_size, dtype=sums_dtype, device=column.device)
     launch(
         column_gradients_kernel,
         (num_groups,),

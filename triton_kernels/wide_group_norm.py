@@ -365,14 +365,15 @@ def wide_group_norm_backward(
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
+    sums_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Gradients of ``wide_group_norm``; returns those of norm_weight and norm_bias, [2, C] in float32.
+    """Gradients of ``wide_group_norm``; returns those of norm_weight and norm_bias, [2, C] in ``sums_dtype``.
 
     ``statistics`` are what the forward pass returned; without them they are computed again.
     """
     B, C, S = input.shape
     if input.numel() == 0:
-        return torch.zeros(2, C, dtype=torch.float32, device=input.device)
+        return torch.zeros(2, C, dtype=sums_dtype, device=input.device)
     group_size = C // num_groups
     width = group_size * S
     blocks, places = _blocks(width)
@@ -438,4 +439,4 @@ def wide_group_norm_backward(
         GROUP_SIZE=group_size,
         **places,
     )
-    return column_sums(sums)
+    return column_sums(sums, sums_dtype)

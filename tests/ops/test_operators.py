@@ -78,6 +78,10 @@ def samples(M):
             for present, training in presence_and_training
         ]
         result[f"{name}_backward"] = [[gradient, z, G, *vectors(2, present), *bounds, eps] for present in (True, False)]
+    for name in result:
+        if name.endswith("_backward"):
+            for i, arguments in enumerate(result[name]):
+                arguments.append((torch.bfloat16, torch.float32)[i % 2])  # of the sums over rows
     return result
 
 
