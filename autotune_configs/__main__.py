@@ -97,6 +97,11 @@ def _parser() -> _Parser:
     sweep = add("sweep", "Try configs on this GPU and put the best of those that are right into your own table.")
     add_problems(sweep)
     sweep.add_argument("--grid", action="store_true", help="for Linear chains: batch 1 to 4096 x features 1k to 16k")
+    sweep.add_argument(
+        "--quick",
+        action="store_true",
+        help="only the heuristic's config and what tables say of the problem, or of it in the other dtype of 16 bits",
+    )
     sweep.add_argument("--budget-seconds", type=_positive, help="end then, with the best so far")
     sweep.add_argument("--again", action="store_true", help="also what the table has already")
     sweep.add_argument("--processes", type=_count, help="that compile meanwhile; default: one for each core")
@@ -176,9 +181,10 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
             pass
     except OSError as error:
         parser.error(f"cannot write to {tables.user_folder()}: {error.strerror}")
+    dropped = [f"--{name}" for name in ("again", "quick") if getattr(options, name)]
     interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
     with (
-        reporting.SweepReport(gpu, tables.user_path(gpu), len(problems), options.again) as report,
+        reporting.SweepReport(gpu, tables.user_path(gpu), len(problems), dropped) as report,
         Precompiler(gpu, options.processes) as precompiler,
     ):
         return report.run(
@@ -187,6 +193,7 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
                 device,
                 budget=options.budget_seconds,
                 again=options.again,
+                is_quick=options.quick,
                 **(interpreted if INTERPRETED else {"resources": precompiler}),
                 on_problem=report.begin,
                 on_outcome=report.add_outcome,

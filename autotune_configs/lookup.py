@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from autotune_configs import tables, tuning
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS, Config
+from autotune_configs.kernels import ELEMENT_SIZES, KERNELS, Config
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
 from triton_kernels.convolution import ConvolutionConfig
@@ -31,6 +31,10 @@ class Found:
     entry: Entry | None = None
     table: str | None = None
 
+    def is_of(self, gpu: Gpu) -> bool:
+        """Whether it is from one of the GPU's own tables."""
+        return self.table in (str(tables.user_path(gpu)), str(tables.shipped_path(gpu)))
+
 
 def find(problem: Problem, gpu: Gpu) -> Found:
     """The config for a problem: the user's entry for just this problem, the shipped one, the nearest of all entries of
@@ -50,13 +54,27 @@ def find(problem: Problem, gpu: Gpu) -> Found:
     return Found(kernel.heuristic(problem, gpu))
 
 
+def known_configs(problem: Problem, gpu: Gpu) -> list[Config]:
+    """What tables say of a problem, for a sweep to begin with: the config that would be used, where it is from an
+    entry, and those of entries for the same problem in another dtype of as many bytes."""
+    found = find(problem, gpu)
+    configs: list[Config | None] = [found.config] if found.entry else []
+    kernel = KERNELS[problem.kernel]
+    for dtype, size in ELEMENT_SIZES.items():
+        if dtype != problem.dtype and size == ELEMENT_SIZES[problem.dtype]:
+            twin = replace(problem, dtype=dtype)
+            entries, _ = _entries(gpu).get(_kind(twin), ([], None))
+            configs += [kernel.config_of(entry.config, problem, gpu) for entry, _ in entries if entry.problem == twin]
+    return [config for config in dict.fromkeys(configs) if config is not None]
+
+
 @functools.cache
 def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]]:
     """All entries for a GPU with the tables that they are from, and the logarithms of their sizes [entries, sizes], by
     what is no size; the user's own first."""
     found: dict[tuple, list[tuple[Entry, str]]] = {}
-    for path in (tables.user_path(gpu), tables.shipped_path(gpu)):
-        for entry in tables.read(path, gpu):
+    for path, its_gpu in [(tables.user_path(gpu), gpu), *tables.shipped_for(gpu)]:
+        for entry in tables.read(path, its_gpu):
             kernel = KERNELS.get(entry.problem.kernel)
             if kernel and kernel.takes(entry.problem):
                 found.setdefault(_kind(entry.problem), []).append((entry, str(path)))

@@ -30,15 +30,18 @@ def _settings(config: dict[str, int]) -> str:
 
 
 class SweepReport:
-    """A line for each problem, and a bar with the time left; a context manager."""
+    """A line for each problem, and a bar with the time left; a context manager.
 
-    def __init__(self, gpu: Gpu, table: Path, problems: int, again: bool):
+    The sweep goes on where it was when its command runs again, without the options ``dropped``.
+    """
+
+    def __init__(self, gpu: Gpu, table: Path, problems: int, dropped: list[str]):
         self._console = _console()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console, transient=True)
         self._task = self._progress.add_task("", total=problems)
         self._table = table
-        self._how_on = "Without --again, the same command" if again else "The same command"
+        self._how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
         self._tried = 0
         self.results: list[Result] = []
         self._console.print(f"{escape(gpu.name)}: {problems} problems, into {escape(str(table))}")

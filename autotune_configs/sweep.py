@@ -1,6 +1,7 @@
 """The sweep: for each problem the config that is fastest among those that are right.
 
-It starts from a few configs and goes on to the neighbours of the best, until none of them is faster. Every config is
+It starts from a few configs, among them what tables say of the problem, and goes on to the neighbours of the best,
+until none of them is faster; a quick one only tries the heuristic's config and the tables'. Every config is
 compiled first, without the GPU; what does not fit or spills many registers is not run. Then its results are checked
 against float64, and it is timed in turn with the heuristic's config, so that a GPU that slows as it warms slows both.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
-from autotune_configs import tables
+from autotune_configs import lookup, tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS, Config
 from autotune_configs.problem import Problem
@@ -151,6 +152,7 @@ class Search:
         prepare: Callable[[Call], Call] = capture,
         clock: Clock = time_on_gpu,
         resources=None,
+        is_quick: bool = False,
         is_late: Callable[[], bool] = lambda: False,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ):
@@ -159,7 +161,7 @@ class Search:
         self.default = self.kernel.heuristic(problem, self.gpu)
         self._journal, self._known = journal, journal.read(self.kernel.config_class)
         self._prepare, self._clock, self._resources = prepare, clock, resources
-        self._is_late, self._on_outcome = is_late, on_outcome
+        self._is_quick, self._is_late, self._on_outcome = is_quick, is_late, on_outcome
         self.outcomes: dict[Config, Outcome] = {}
 
     @functools.cached_property
@@ -172,7 +174,8 @@ class Search:
         return self._prepare(lambda: self.workload.launch(self.default))
 
     def run(self) -> Result:
-        wave = self.kernel.first_candidates(self.problem, self.gpu)
+        starts = [self.default] if self._is_quick else self.kernel.first_candidates(self.problem, self.gpu)
+        wave = list(dict.fromkeys([*starts, *lookup.known_configs(self.problem, self.gpu)]))
         best = None
         while wave and (best is None or not self._is_late()):
             self._try_all(wave)
@@ -180,9 +183,9 @@ class Search:
                 reason = f"the heuristic's config: {self.outcomes[self.default].reason}"
                 return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason, failed=True)
             fastest = self._fastest()
-            wave = [] if fastest == best else self._unseen_neighbours(fastest)
+            wave = [] if fastest == best or self._is_quick else self._unseen_neighbours(fastest)
             best = fastest
-        is_whole = not wave and not self._is_late()
+        is_whole = not (wave or self._is_quick or self._is_late())
         return Result(self.problem, self._entry(), list(self.outcomes.values()), is_whole)
 
     def _fastest(self) -> Config:
@@ -335,6 +338,7 @@ def sweep_and_store(
                 result = _search(problem, device, journal, lambda: time.monotonic() >= end, **options)
                 if result.entry is not None and (result.is_whole or not _has_better(result.entry, gpu)):
                     tables.store(tables.user_path(gpu), gpu, result.entry)
+                    lookup.forget()  # from here on it is known, also to the problems that follow
                 if result.is_whole:
                     journal.end()
         results.append(result)

@@ -65,6 +65,24 @@ def shipped_path(gpu: Gpu) -> Path:
     return shipped_folder() / f"{gpu.file_name}.json"
 
 
+def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
+    """The shipped tables to look in, and whose they are: a GPU's own or, where it has none, those of its kin.
+
+    Kin are of one architecture, so memory and tensor cores are alike, and have about as many multiprocessors (half as
+    many make other tiles best).
+    """
+    if shipped_path(gpu).is_file():
+        return [(shipped_path(gpu), gpu)]
+    found = []
+    for path in sorted(shipped_folder().glob("*.json")):
+        with contextlib.suppress(ValueError):  # a damaged one is told of on its own GPU
+            other, _ = read_strictly(path)
+            few, many = sorted((gpu.multiprocessors, other.multiprocessors))
+            if other.architecture == gpu.architecture and 2 * few > many:
+                found.append((path, other))
+    return found
+
+
 def user_folder() -> Path:
     """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder."""
     named = os.environ.get(FOLDER_VARIABLE)

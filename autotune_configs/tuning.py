@@ -70,8 +70,10 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
 def _sweep(problem: Problem, device: torch.device) -> bool:
     from autotune_configs import lookup, sweep  # which look up configs themselves
 
-    found = lookup.find(problem, Gpu.of(device))
-    if found.entry is not None and found.entry.problem == problem:
+    gpu = Gpu.of(device)
+    found = lookup.find(problem, gpu)
+    # A table that is another GPU's says what to begin with, no more.
+    if found.entry is not None and found.entry.problem == problem and found.is_of(gpu):
         return False
     with torch.cuda.device(device):
         (result,) = sweep.sweep_and_store([problem], device, budget=_BUDGET)

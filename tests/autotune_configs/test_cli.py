@@ -55,6 +55,12 @@ def test_budget(folder, capsys):
     assert "2 problems are not finished" in output
 
 
+def test_quick(folder, capsys):
+    status, output = run(*SMALL, "4x32x8", "--quick", "--again", capsys=capsys)
+    assert status == 0 and "of 1 configs" in output
+    assert "1 problems are not finished. Without --again --quick, the same command goes on" in output.replace("\n", " ")
+
+
 def test_show_tells_where_a_config_is_from(folder, capsys):
     tables.store(tables.user_path(GPU), GPU, entry(FIRST, m=24))
     shapes = "24x8192x8192x1,32x8192x8192x1,24x100x8192x1"

@@ -118,6 +118,37 @@ def test_users_own_entry_wins(folder, monkeypatch):
     assert find(m=1400).config == FIRST, "but an exact entry is nearer"
 
 
+def test_tables_of_kin(folder, monkeypatch):
+    """A GPU that no table is shipped for takes that of one of its architecture, if it is about as large."""
+    monkeypatch.setattr(tables, "shipped_folder", lambda: folder.parent / "shipped")
+    tables.store(tables.shipped_path(GPU), GPU, entry(FIRST))
+    tables.shipped_path(GPU).with_name("damaged.json").write_text("[")
+    lookup.forget()
+    kin = Gpu.called("NVIDIA H100 PCIe")
+    found = lookup.find(linear_problem(), kin)
+    assert found.config == FIRST and found.table == str(tables.shipped_path(GPU))
+    assert found.is_of(GPU) and not found.is_of(kin)
+    for other in (Gpu.called("NVIDIA B200"), replace(kin, name="a slice", multiprocessors=66)):
+        assert lookup.find(linear_problem(), other).entry is None
+    tables.store(tables.shipped_path(kin), kin, entry(SECOND, m=1400))
+    lookup.forget()
+    assert lookup.find(linear_problem(), kin).config == SECOND, "but its own where there is one"
+
+
+def test_known_configs(table):
+    """What is found, and what is known of the same problem at the same width of numbers; each once."""
+    assert lookup.known_configs(linear_problem(), GPU) == []
+    table += [entry(FIRST, m=2048), entry(SECOND, dtype="float16"), entry(SECOND, dtype="float16", m=512)]
+    lookup.forget()
+    assert lookup.known_configs(linear_problem(), GPU) == [FIRST, SECOND]
+    assert lookup.known_configs(linear_problem(m=512), GPU) == [FIRST, SECOND]
+    assert lookup.known_configs(linear_problem(m=2048), GPU) == [FIRST]
+    assert lookup.known_configs(linear_problem(dtype="float32"), GPU) == []
+    table += [entry(FIRST, dtype="float16", m=2048)]
+    lookup.forget()
+    assert lookup.known_configs(linear_problem(m=2048), GPU) == [FIRST]
+
+
 def test_what_is_stored_is_found_once_the_tables_are_read_again(folder):
     cpu = torch.device("cpu")
     arguments = "group_norm", torch.bfloat16, 1024, 8192, 32, cpu

@@ -1,15 +1,16 @@
 """A sweep: finds the fastest config that is right, loses nothing when it is stopped, ends in time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from autotune_configs import sweep, tables
+from autotune_configs import lookup, sweep, tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import sweep_and_store
+from tests.autotune_configs.entries import entry
 from triton_kernels.device import SHARED_MEMORY
 from triton_kernels.group_norm import GroupNormConfig
 
@@ -271,3 +272,25 @@ def test_without_resources_every_launch_is_tried(bench):
     bench.too_large_in_training = (BEST,)
     (result,) = run(bench)
     assert GroupNormConfig(**result.entry.config) != BEST and result.entry.ratio < 1
+
+
+def test_a_quick_sweep_tries_what_tables_know(bench):
+    """And is not whole: one that is goes on from there."""
+    tables.store(tables.user_path(GPU), GPU, entry(BEST, replace(PROBLEM, dtype="float16")))
+    lookup.forget()
+    (result,) = run(bench, is_quick=True)
+    assert bench.launched == [HEURISTIC, BEST] and not result.is_whole
+    assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
+    (result,) = run(bench, is_quick=True)
+    assert bench.launched == [HEURISTIC, BEST], "known from before"
+    (result,) = run(bench)
+    assert result.is_whole and len(bench.launched) > 2 and len(bench.launched) == len(set(bench.launched))
+
+
+def test_a_sweep_begins_with_what_tables_know(bench):
+    """Where climbing would stop at a config that no neighbour is faster than."""
+    far = GroupNormConfig(32, 32, 32, num_warps=1)
+    tables.store(tables.user_path(GPU), GPU, entry(far, replace(PROBLEM, sizes=(512, 8192, 32))))
+    lookup.forget()
+    run(bench)
+    assert far in bench.launched

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def test_a_near_entry_is_not_enough(swept):
     with autotune_configs.tune_unseen_problems():
         look_up(M=2048)
     assert [problem.sizes[0] for problem in swept] == [2048]
+
+
+def test_another_gpus_entry_is_not_enough(swept, monkeypatch):
+    """Its table serves while nothing is tuned."""
+    folder = tables.user_folder().parent / "shipped"
+    monkeypatch.setattr(tables, "shipped_folder", lambda: folder)
+    kin = replace(GPU, name="kin")
+    tables.store(tables.shipped_path(kin), kin, entry(FOUND, PROBLEM))
+    lookup.forget()
+    assert look_up() == FOUND
+    with autotune_configs.tune_unseen_problems():
+        look_up()
+    assert swept == [PROBLEM]
 
 
 def test_never_while_a_graph_is_captured(swept, monkeypatch):
