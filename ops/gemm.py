@@ -71,7 +71,10 @@ def affine(
     """input [M, K] @ weight [N, K].T + linear_bias + bias, rounded once to the input's dtype: [M, N]."""
     if precision.library_multiplies(input, weight.shape[0]):
         shift = add_optional(linear_bias, bias)
-        return torch.mm(input, weight.T) if shift is None else torch.addmm(shift, input, weight.T)
+        if shift is not None and precision.library_adds_bias(input, weight.shape[0]):
+            return torch.addmm(shift, input, weight.T)
+        output = torch.mm(input, weight.T)
+        return output if shift is None else output.add_(shift)
     output = torch.empty(input.shape[0], weight.shape[0], dtype=input.dtype, device=input.device)
     config = product_config("linear_bias", input, weight)
     product(input, weight, bias_epilogue, config, output=output, vectors=(linear_bias, bias, None, None))

@@ -114,3 +114,15 @@ def test_gradient_is_needed_where_autograd_will_ask():
     assert not precision.needs_gradient(None, torch.empty(1))
     with torch.no_grad():
         assert not precision.needs_gradient(parameter)
+
+
+@pytest.mark.parametrize(
+    "rows, features, by_library",
+    [(7, 8192, True), (8, 8192, False), (8, 2048, True), (31, 2048, True), (32, 2048, False), (32, 512, True)]
+    + [(511, 8192, False), (512, 8192, True)],
+)
+def test_who_adds_the_bias(rows, features, by_library):
+    torch.set_float32_matmul_precision("highest")
+    assert precision.library_adds_bias(rows_of(rows, features), features) is by_library
+    torch.set_float32_matmul_precision("high")
+    assert precision.library_adds_bias(rows_of(rows, features), features)

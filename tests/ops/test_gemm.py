@@ -1,0 +1,21 @@
+"""Matrix products: what the library is asked for."""
+
+import pytest
+import torch
+
+from ops import gemm, precision
+
+
+@pytest.mark.parametrize("biases", [0, 1, 2])
+@pytest.mark.parametrize("by_library", [True, False])
+def test_affine_where_the_library_multiplies(by_library, biases, monkeypatch):
+    """The bias is added by its product or after it, and no argument is written to."""
+    monkeypatch.setattr(precision, "library_multiplies", lambda *arguments: True)
+    monkeypatch.setattr(precision, "library_adds_bias", lambda *arguments: by_library)
+    generator = torch.Generator().manual_seed(0)
+    input, weight, *vectors = (torch.randn(shape, generator=generator) for shape in ((5, 16), (7, 16), (7,), (7,)))
+    vectors = [vector if number < biases else None for number, vector in enumerate(vectors)]
+    before = [tensor.clone() for tensor in (input, weight, *vectors[:biases])]
+    expected = input.double() @ weight.double().T + sum(vector.double() for vector in vectors[:biases])
+    torch.testing.assert_close(gemm.affine(input, weight, *vectors).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([input, weight, *vectors[:biases]], before, rtol=0, atol=0)
