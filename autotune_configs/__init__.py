@@ -4,7 +4,14 @@
 ``tune_unseen_problems`` says so.
 """
 
-from autotune_configs.lookup import convolution_config, forget, group_norm_config, image_norm_config, linear_config
+from autotune_configs.lookup import (
+    convolution_config,
+    forget,
+    group_norm_config,
+    image_norm_config,
+    library_multiplies,
+    linear_config,
+)
 from autotune_configs.tuning import tune_unseen_problems
 
 __all__ = [
@@ -12,6 +19,7 @@ __all__ = [
     "forget",
     "group_norm_config",
     "image_norm_config",
+    "library_multiplies",
     "linear_config",
     "tune_unseen_problems",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
+from autotune_configs.prediction import product_seconds
 from autotune_configs.problem import Problem
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.grid import next_power_of_2
@@ -31,7 +32,8 @@ class Kernel:
 
     ``size_names`` are those of a problem's sizes, ``layouts`` how a problem's images may lie in memory. ``heuristic``
     gives a config that is right for any problem, ``is_valid`` says whether another one is, ``space`` has the values of
-    each field to search, and ``starts`` the configs to begin with.
+    each field to search, and ``starts`` the configs to begin with. ``seconds``, where there is such a rule, says how
+    long a problem of 16-bit numbers takes, roughly.
     """
 
     name: str
@@ -42,6 +44,13 @@ class Kernel:
     space: dict[str, tuple[int, ...]]
     starts: Callable[[Problem], Iterable[Config]]
     layouts: tuple[str | None, ...] = (None,)
+    seconds: Callable[[Any, Problem, Gpu], float] | None = None
+
+    def predicted(self, configs: Iterable[Config], problem: Problem, gpu: Gpu) -> list[float]:
+        """How long a problem seems to take with each of the configs; empty where no rule says."""
+        if self.seconds is None or ELEMENT_SIZES[problem.dtype] != 2:
+            return []
+        return [self.seconds(config, problem, gpu) for config in configs]
 
     def config_of(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
         """The config with these values, or None where it is not valid for the problem."""
@@ -141,6 +150,11 @@ def _linear_starts(problem: Problem) -> Iterable[LinearConfig]:
                 yield LinearConfig(block_m, block_n, 128 // element_size, num_warps=warps, num_stages=3)
 
 
+def _linear_seconds(config: LinearConfig, problem: Problem, gpu: Gpu) -> float:
+    M, N, K, _ = problem.sizes
+    return product_seconds((config.block_m, config.block_n), M, N, K, gpu.multiprocessors)
+
+
 _LINEAR_SPACE = {
     "block_m": _powers(16, 256),
     "block_n": _powers(16, 256),
@@ -161,6 +175,7 @@ def _linear(epilogue: str) -> Kernel:
         _linear_is_valid,
         _LINEAR_SPACE,
         _linear_starts,
+        seconds=_linear_seconds,
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +12,19 @@ import torch
 from autotune_configs import tables, tuning
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import ELEMENT_SIZES, KERNELS, Config
+from autotune_configs.prediction import library_is_faster
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.hopper import takes_hopper_kernels
 from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
 #: An entry further away than this, in doublings of all sizes together, says nothing about a problem.
 _NEAR = 3.0
+#: A config of an entry up to twice as far away takes the place if it seems to take less than this part of the time.
+_WORTHWHILE = 0.9
 _generation = 0
 
 
@@ -38,20 +43,38 @@ class Found:
 
 def find(problem: Problem, gpu: Gpu) -> Found:
     """The config for a problem: the user's entry for just this problem, the shipped one, the nearest of all entries of
-    the same kernel, dtype, precision and layout that is valid here, or the heuristic's."""
+    the same kernel, dtype, precision and layout that is valid here, or the heuristic's.
+
+    Where those tiles do not come out even, another entry's that do take their place (``Kernel.seconds``).
+    """
     kernel = KERNELS[problem.kernel]
-    entries, logarithms = _entries(gpu).get(_kind(problem), ([], np.empty(0)))
-    if entries:
-        distances = np.abs(logarithms - _logarithms(problem.sizes)).sum(1)
-        # The first of those that are equally near: the user's own come before the shipped ones.
-        for place in np.argsort(distances, kind="stable"):
-            if distances[place] > _NEAR:
-                break
-            entry, table = entries[place]
-            config = kernel.config_of(entry.config, problem, gpu)
-            if config is not None:
-                return Found(config, entry, table)
-    return Found(kernel.heuristic(problem, gpu))
+    candidates: list[Found] = []
+    for distance, found in _valid_entries(problem, gpu, 2 * _NEAR):
+        if distance == 0:
+            return found
+        if distance > _NEAR and not candidates:
+            candidates.append(Found(kernel.heuristic(problem, gpu)))
+        candidates.append(found)
+    if not candidates:
+        return Found(kernel.heuristic(problem, gpu))
+    seconds = kernel.predicted([each.config for each in candidates], problem, gpu)
+    if seconds and min(seconds) < _WORTHWHILE * seconds[0]:
+        return candidates[seconds.index(min(seconds))]
+    return candidates[0]
+
+
+def _valid_entries(problem: Problem, gpu: Gpu, farthest: float) -> Iterator[tuple[float, Found]]:
+    """Those of its kind whose configs are valid for a problem, with their distances, the nearest first; of those that
+    are equally near, the user's own."""
+    entries, logarithms = _entries(gpu).get(_kind(problem), ([], np.empty((0, len(problem.sizes)))))
+    distances = np.abs(logarithms - _logarithms(problem.sizes)).sum(1)
+    for place in np.argsort(distances, kind="stable"):
+        if distances[place] > farthest:
+            return
+        entry, table = entries[place]
+        config = KERNELS[problem.kernel].config_of(entry.config, problem, gpu)
+        if config is not None:
+            yield float(distances[place]), Found(config, entry, table)
 
 
 def known_configs(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -130,6 +153,12 @@ def _resolve(
         if tuning.tune_unseen(_problem(kernel, dtype, sizes, precision, layout), device):
             forget()
     return _config(Gpu.of(device), kernel, dtype, sizes, precision, layout)
+
+
+def library_multiplies(M: int, N: int, K: int, device: torch.device) -> bool:
+    """Whether [M, K] @ [N, K].T in 16 bits is better left to the library, with all else in a pass over its result."""
+    gpu = Gpu.of(device)
+    return takes_hopper_kernels(gpu.architecture) and library_is_faster(M, N, K, gpu.multiprocessors)
 
 
 def linear_config(

@@ -72,7 +72,7 @@ def affine(
     if precision.library_multiplies(input, weight.shape[0]):
         shift = add_optional(linear_bias, bias)
         if shift is not None and precision.library_adds_bias(input, weight.shape[0]):
-            return torch.addmm(shift, input, weight.T)
+            return torch.addmm(shift.to(input.dtype), input, weight.T)  # under autocast they may differ
         output = torch.mm(input, weight.T)
         return output if shift is None else output.add_(shift)
     output = torch.empty(input.shape[0], weight.shape[0], dtype=input.dtype, device=input.device)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+import autotune_configs
 from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION as FLOAT32_INPUT_PRECISION
@@ -33,7 +34,8 @@ def splits_float32(device: torch.device) -> bool:
 
 
 def library_multiplies(input: torch.Tensor, columns: int) -> bool:
-    """Whether products of input [M, K] and a matrix [K, columns] are the library's: float32 ones, in three cases.
+    """Whether products of input [M, K] and a matrix [K, columns] are the library's. Those of 16-bit numbers, where its
+    tiles come out so much more even that it is faster; float32 ones, in three cases.
 
     Where few terms are added: tensor cores are wrong by about 2e-7 at any depth, the library's sum of float32 products
     by less than that below some hundred terms (6e-7 at 1024). For few rows, where the library adds a product up in
@@ -41,9 +43,9 @@ def library_multiplies(input: torch.Tensor, columns: int) -> bool:
     PyTorch is set to use TF32, unless operands are split and the product is large enough for that to pay: the tensor
     cores cut float32 off to TF32 where the library rounds it, 5.6e-4 against 2.9e-4 of error at depth 8192 (H200).
     """
-    if input.dtype != torch.float32:
-        return False
     rows, depth = input.shape
+    if input.dtype != torch.float32:
+        return autotune_configs.library_multiplies(rows, columns, depth, input.device)
     if rows < FEWEST_FLOAT32_ROWS or depth < SHALLOWEST_FLOAT32:
         return True
     if float32_parts() == 2:
@@ -60,7 +62,7 @@ def library_adds_bias(input: torch.Tensor, columns: int) -> bool:
     """
     rows, weights = input.shape[0], columns * input.shape[1]
     is_slower = (32 <= rows < 512 and weights >= 2**20) or (8 <= rows < 32 and weights >= 2**24)
-    return float32_parts() == 1 or not is_slower
+    return input.dtype != torch.float32 or float32_parts() == 1 or not is_slower
 
 
 def convolutions_allow_tf32() -> bool:

@@ -1,0 +1,61 @@
+"""What products take, roughly: beside what an H200 measured, and whose a product is therefore."""
+
+import pytest
+import torch
+
+import autotune_configs
+from autotune_configs import lookup
+from autotune_configs.prediction import library_is_faster, product_seconds
+from tests.autotune_configs.entries import GPU
+
+PROCESSORS = GPU.multiprocessors
+
+
+@pytest.mark.parametrize(
+    "tile, sizes, microseconds",
+    [
+        ((128, 256), (1024, 8192, 8192), 177),
+        ((128, 128), (256, 8192, 8192), 59),
+        ((128, 256), (1024, 4096, 4096), 54),
+        ((64, 128), (256, 4096, 4096), 26),
+        ((128, 64), (512, 5120, 5120), 71),
+        ((128, 256), (640, 3072, 4096), 50),
+        ((128, 128), (256, 9216, 8192), 112),
+    ],
+)
+def test_what_was_measured(tile, sizes, microseconds):
+    """L94's, or a bias's, in bfloat16."""
+    assert 1e6 * product_seconds(tile, *sizes, PROCESSORS) == pytest.approx(microseconds, rel=0.25)
+
+
+def test_no_faster_than_memory():
+    assert product_seconds((16, 64), 16, 8192, 8192, PROCESSORS) > 8192 * 8192 * 2 / 4.1e12
+
+
+def test_a_last_tile_takes_another_wave():
+    even, odd = (product_seconds((128, 256), 512, 64 * tiles, 8192, PROCESSORS) for tiles in (132, 136))
+    assert odd > 1.9 * even
+
+
+@pytest.mark.parametrize(
+    "sizes, is_faster",
+    [
+        ((1024, 8192, 8192), False),
+        ((4096, 16384, 16384), False),
+        ((1, 8192, 8192), False),
+        ((256, 4096, 4096), False),
+        ((1024, 2048, 2048), False),
+        ((256, 8192, 8192), True),
+        ((512, 5120, 5120), True),
+        ((256, 9216, 8192), True),
+        ((0, 8192, 8192), False),
+    ],
+)
+def test_whose_the_product_is(sizes, is_faster, monkeypatch):
+    """On Hopper, where that was measured."""
+    assert library_is_faster(*sizes, PROCESSORS) is is_faster
+    cpu = torch.device("cpu")
+    assert not autotune_configs.library_multiplies(*sizes, cpu)
+    monkeypatch.setattr(lookup.Gpu, "of", lambda device: GPU)
+    monkeypatch.setattr(lookup, "takes_hopper_kernels", lambda architecture: architecture == 90)
+    assert autotune_configs.library_multiplies(*sizes, cpu) is is_faster
