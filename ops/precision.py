@@ -57,11 +57,13 @@ def library_multiplies(input: torch.Tensor, columns: int) -> bool:
 def library_adds_bias(input: torch.Tensor, columns: int) -> bool:
     """Whether a bias is to be added by the library's product of input [M, K] and a matrix [K, columns] itself.
 
-    Its float32 products (not those of TF32) of some ten to some hundred rows are slower for it, as they are then not
-    added up in parts: 352 us for 209 at 64 x 8192 x 8192, where the product and an addition take 214 (H200).
+    Its float32 products (not those of TF32) of some hundred rows are slower for it, and less exact, as they are then
+    not added up in parts: 352 us for 209 at 64 x 8192 x 8192, where the product and an addition take 214, and 9.7e-7 of
+    error for 5.2e-7 (H200). With fewer rows it may be the product without a bias that is less exact: 3.7e-7 for 2.1e-7
+    at 16 x 8192 x 8192.
     """
     rows, weights = input.shape[0], columns * input.shape[1]
-    is_slower = (32 <= rows < 512 and weights >= 2**20) or (8 <= rows < 32 and weights >= 2**24)
+    is_slower = 64 <= rows < 512 and weights >= 2**20
     return input.dtype != torch.float32 or float32_parts() == 1 or not is_slower
 
 

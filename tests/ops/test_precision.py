@@ -118,8 +118,8 @@ def test_gradient_is_needed_where_autograd_will_ask():
 
 @pytest.mark.parametrize(
     "rows, features, by_library",
-    [(7, 8192, True), (8, 8192, False), (8, 2048, True), (31, 2048, True), (32, 2048, False), (32, 512, True)]
-    + [(511, 8192, False), (512, 8192, True)],
+    [(16, 8192, True), (63, 8192, True), (64, 8192, False), (64, 1024, False), (64, 1023, True), (511, 8192, False)]
+    + [(512, 8192, True)],
 )
 def test_who_adds_the_bias(rows, features, by_library):
     torch.set_float32_matmul_precision("highest")
