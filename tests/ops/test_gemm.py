@@ -19,3 +19,15 @@ def test_affine_where_the_library_multiplies(by_library, biases, monkeypatch):
     expected = input.double() @ weight.double().T + sum(vector.double() for vector in vectors[:biases])
     torch.testing.assert_close(gemm.affine(input, weight, *vectors).double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close([input, weight, *vectors[:biases]], before, rtol=0, atol=0)
+
+
+def test_affine_of_16_bits_under_autocast(monkeypatch):
+    """The bias may have another dtype there; the library wants it in the product's."""
+    monkeypatch.setattr(precision, "library_multiplies", lambda *arguments: True)
+    input, weight, bias = (
+        torch.ones(3, 16, dtype=torch.bfloat16),
+        torch.ones(7, 16, dtype=torch.bfloat16),
+        torch.ones(7),
+    )
+    output = gemm.affine(input, weight, bias)
+    assert output.dtype == torch.bfloat16 and torch.equal(output, torch.full_like(output, 17))
