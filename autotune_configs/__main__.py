@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from autotune_configs import lookup, reporting, sweep, tables
-from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES
+from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, LinearChain
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.precompile import Precompiler
@@ -152,10 +152,22 @@ def _problems_of_chain(
     name: str, dtype: str, sizes: tuple[int, ...], passes: tuple[str, ...], gpu: Gpu
 ) -> list[Problem]:
     """Those that the chain looks up on this GPU."""
-    problems = CHAINS[name].problems(sizes, dtype, passes)
+    chain = CHAINS[name]
+    if isinstance(chain, LinearChain):
+        problems = chain.problems(sizes, dtype, passes, by_library=_library_multiplies(name, dtype, sizes, gpu))
+    else:
+        problems = chain.problems(sizes, dtype, passes)
     if gpu.splits_float32:
         return [problem for problem in problems if problem.precision is None]
     return problems
+
+
+def _library_multiplies(name: str, dtype: str, sizes: tuple[int, ...], gpu: Gpu) -> bool:
+    """Whether a chain's product is in 16 bits and the library's."""
+    if not isinstance(CHAINS.get(name), LinearChain) or len(sizes) != 3 or dtype == "float32":
+        return False
+    M, K, N = sizes
+    return lookup.library_multiplies_on(gpu, M, N, K)
 
 
 def _problems_of_kernel(name: str, dtype: str, sizes: tuple[int, ...]) -> list[Problem]:
@@ -208,7 +220,15 @@ def _show(options: argparse.Namespace, parser: _Parser) -> int:
         if not torch.cuda.is_available() and not INTERPRETED:
             parser.error("no GPU is here: name one with --gpu")
         gpu = Gpu.of(_device(parser))
-    reporting.show(gpu, [(problem, lookup.find(problem, gpu)) for problem in _problems(options, parser, gpu)])
+    found = [(problem, lookup.find(problem, gpu)) for problem in _problems(options, parser, gpu)]
+    by_library = [
+        f"{name} {dtype} {'x'.join(map(str, sizes))}"
+        for sizes in options.shapes or []
+        for name in options.names
+        for dtype in options.dtypes
+        if "forward" in options.passes and _library_multiplies(name, dtype, sizes, gpu)
+    ]
+    reporting.show(gpu, found, by_library)
     return 0
 
 

@@ -38,9 +38,12 @@ class LinearChain:
     form: tuple[str, ...] = LINEAR_FORM
     target: tuple[int, ...] = LINEAR_TARGET
 
-    def problems(self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...]) -> list[Problem]:
-        """Forward: the product, and, where no tile of it holds a group or the library multiplies (float32 as TF32), a
-        pass behind it. Backward: the norm's pass and, for float32, the products of both gradients."""
+    def problems(
+        self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], by_library: bool = False
+    ) -> list[Problem]:
+        """Forward: the product, and, where no tile of it holds a group or the library may multiply (float32 as TF32), a
+        pass behind it; ``by_library``, that alone. Backward: the norm's pass and, for float32, the products of both
+        gradients."""
         M, K, N = sizes
         group_size = largest_divisor(N, self.group_size)
         precision = "highest" if dtype == "float32" else None
@@ -48,8 +51,9 @@ class LinearChain:
         if "forward" in passes:
             fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
             product, width = (self.product, group_size) if fused else ("linear_bias", 1)
-            found.append(Problem(product, dtype, (M, N, K, width), precision))
-            if not fused or dtype == "float32":
+            if not by_library:
+                found.append(Problem(product, dtype, (M, N, K, width), precision))
+            if by_library or not fused or dtype == "float32":
                 found.append(Problem("group_norm", dtype, (M, N, group_size)))
         if "backward" in passes and self.product != "linear_group_norm_row_minimum":  # that has passes of its own
             found.append(Problem("group_norm_backward", dtype, (M, N, group_size)))

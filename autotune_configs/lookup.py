@@ -23,18 +23,21 @@ from triton_kernels.linear import LinearConfig
 
 #: An entry further away than this, in doublings of all sizes together, says nothing about a problem.
 _NEAR = 3.0
-#: A config of an entry up to twice as far away takes the place if it seems to take less than this part of the time.
+#: A config of an entry up to twice as far away takes the place of the nearest one's, or of the heuristic's, if it seems
+#: to take less than this part of the time. (Raced at 32 rows and up, though what is predicted is truer from 128 on.)
 _WORTHWHILE = 0.9
 _generation = 0
 
 
 @dataclass(frozen=True)
 class Found:
-    """A config, and where it is from: a table's entry, or None for the heuristic; ``table`` is the entry's file."""
+    """A config, and where it is from: a table's entry, or None for the heuristic; ``table`` is the entry's file, and
+    ``comes_out_even`` says that it took the place of a nearer one, or the heuristic's, whose tiles do not."""
 
     config: Config
     entry: Entry | None = None
     table: str | None = None
+    comes_out_even: bool = False
 
     def is_of(self, gpu: Gpu) -> bool:
         """Whether it is from one of the GPU's own tables."""
@@ -59,7 +62,7 @@ def find(problem: Problem, gpu: Gpu) -> Found:
         return Found(kernel.heuristic(problem, gpu))
     seconds = kernel.predicted([each.config for each in candidates], problem, gpu)
     if seconds and min(seconds) < _WORTHWHILE * seconds[0]:
-        return candidates[seconds.index(min(seconds))]
+        return replace(candidates[seconds.index(min(seconds))], comes_out_even=True)
     return candidates[0]
 
 
@@ -157,7 +160,11 @@ def _resolve(
 
 def library_multiplies(M: int, N: int, K: int, device: torch.device) -> bool:
     """Whether [M, K] @ [N, K].T in 16 bits is better left to the library, with all else in a pass over its result."""
-    gpu = Gpu.of(device)
+    return library_multiplies_on(Gpu.of(device), M, N, K)
+
+
+def library_multiplies_on(gpu: Gpu, M: int, N: int, K: int) -> bool:
+    """The same for a GPU that need not be here. No table has a say in it: sweeps time the kernels alone."""
     return takes_hopper_kernels(gpu.architecture) and library_is_faster(M, N, K, gpu.multiprocessors)
 
 

@@ -1,4 +1,4 @@
-"""How long a product of 16-bit matrices takes, roughly: for problems that nobody has timed.
+"""How long a product of 16-bit matrices takes, roughly: which tiles suit a problem, and whether the library's do.
 
 Tiles run in waves, one on each multiprocessor. A wave takes as long as its tensor cores multiply, or as its operands
 need through the L2 cache, where every tile's come anew; and no product is faster than memory. That is within a quarter

@@ -99,21 +99,25 @@ def _line(result: Result) -> str:
     return text + ("" if result.is_whole else " (so far)")
 
 
-def show(gpu: Gpu, found: list[tuple[Problem, Found]]) -> None:
-    """One line a problem."""
+def show(gpu: Gpu, found: list[tuple[Problem, Found]], by_library: list[str]) -> None:
+    """One line a problem, and one for each chain whose product is the library's there."""
     table = Table(title=escape(gpu.name), title_justify="left")
     for column in ("problem", "config", "from"):
         table.add_column(column, overflow="fold")
     for problem, each in found:
         table.add_row(escape(str(problem)), _settings(asdict(each.config)), escape(_origin(problem, each)))
-    _console().print(table)
+    console = _console()
+    console.print(table)
+    for chain in by_library:
+        console.print(f"{escape(chain)}: the library multiplies")
 
 
 def _origin(problem: Problem, found: Found) -> str:
     if found.entry is None:
         return "heuristic: no table has an entry near it"
     entry = found.entry
-    how = "its own entry" if entry.problem == problem else f"nearest entry, {'x'.join(map(str, entry.problem.sizes))}"
+    which = "an entry whose tiles come out even" if found.comes_out_even else "nearest entry"
+    how = "its own entry" if entry.problem == problem else f"{which}, {'x'.join(map(str, entry.problem.sizes))}"
     return f"{how}, {entry.ratio:.3f} x heuristic, triton {entry.triton}, {entry.date}: {found.table}"
 
 

@@ -277,11 +277,11 @@ class Search:
         return True
 
 
-def _search(problem, device, journal, is_late, **options) -> Result:
+def _search(problem, device, journal, is_late, is_quick, **options) -> Result:
     """The search's result, whatever mode the caller is in; where memory does not suffice for a problem, that is it."""
     try:
         with torch.inference_mode(False):
-            return Search(problem, device, journal, is_late=is_late, **options).run()
+            return Search(problem, device, journal, is_late=is_late, is_quick=is_quick, **options).run()
     except torch.OutOfMemoryError:
         pass  # what the search holds is free once the error is
     torch.cuda.empty_cache()
@@ -298,12 +298,16 @@ def journal_path(problem: Problem, gpu: Gpu) -> Path:
     return tables.user_folder() / "sweeps" / gpu.file_name / (str(problem).replace(" ", "_") + ".jsonl")
 
 
-def is_done(problem: Problem, gpu: Gpu) -> bool:
-    """Whether the user's table has an entry for just this problem, by this version of Triton and a whole sweep."""
+def has_entry(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the user's table has an entry for just this problem, by this version of Triton."""
     tables.read.cache_clear()  # another process may have written it
     entries = tables.read(tables.user_path(gpu), gpu)
-    is_there = any(entry.problem == problem and entry.triton == triton.__version__ for entry in entries)
-    return is_there and not journal_path(problem, gpu).exists()
+    return any(entry.problem == problem and entry.triton == triton.__version__ for entry in entries)
+
+
+def is_done(problem: Problem, gpu: Gpu) -> bool:
+    """Whether it has one of a whole sweep."""
+    return has_entry(problem, gpu) and not journal_path(problem, gpu).exists()
 
 
 def sweep_and_store(
@@ -312,13 +316,15 @@ def sweep_and_store(
     *,
     budget: float | None = None,
     again: bool = False,
+    is_quick: bool = False,
     on_problem: Callable[[Problem], None] = lambda problem: None,
     on_result: Callable[[Result], None] = lambda result: None,
     **options,
 ) -> list[Result]:
     """Sweep problem after problem and put what is found into the user's table, each as soon as it is known.
 
-    Problems that the table has are passed over unless ``again``, which begins with the first once more. After
+    Problems that the table has are passed over unless ``again``, which begins with the first once more; those of a
+    sweep that was not whole are gone on with, but not by a quick one, and one that was whole stays so. After
     ``budget`` seconds the problem under way ends with the best so far, and those left are passed over. ``options`` are
     those of ``Search``. Raises OSError where the table cannot be written, DeviceLost where nothing more can be run.
     """
@@ -328,18 +334,19 @@ def sweep_and_store(
     for problem in problems:
         path = journal_path(problem, gpu)
         with tables.locked(path):  # where another sweep has it under way, it is done when our turn comes
-            if not again and is_done(problem, gpu):
+            was_done = is_done(problem, gpu)
+            if not again and (was_done or (is_quick and has_entry(problem, gpu))):
                 result = Result(problem, skipped="in the table already")
             elif time.monotonic() >= end:
                 result = Result(problem, is_whole=False, skipped="no time left")
             else:
                 on_problem(problem)
                 journal = Journal(path)
-                result = _search(problem, device, journal, lambda: time.monotonic() >= end, **options)
+                result = _search(problem, device, journal, lambda: time.monotonic() >= end, is_quick, **options)
                 if result.entry is not None and (result.is_whole or not _has_better(result.entry, gpu)):
                     tables.store(tables.user_path(gpu), gpu, result.entry)
                     lookup.forget()  # from here on it is known, also to the problems that follow
-                if result.is_whole:
+                if result.is_whole or (was_done and is_quick):
                     journal.end()
         results.append(result)
         on_result(result)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ops import checks, precision
-from ops.gemm import Config
+from ops import checks, gemm, precision
 
 
 def check_chain(
@@ -49,6 +48,12 @@ def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *ar
         return function(input.to(dtype), *widened, **scalars).to(input.dtype)
 
 
-def fuses_into_product(config: Config, group_size: int, input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product's kernel can do all the rest: its tiles hold whole groups, and it does the product at all."""
-    return config.holds_groups_of(group_size) and not precision.library_multiplies(input, weight.shape[0])
+def fused_product_config(
+    kernel: str, input: torch.Tensor, weight: torch.Tensor, group_size: int, *biases: torch.Tensor | None
+) -> gemm.Config | None:
+    """How the product's kernel multiplies and does all the rest; None where that takes a pass of its own, as no tile
+    holds whole groups, or the library multiplies."""
+    if gemm.library_multiplies(input, weight.shape[0], *biases):
+        return None
+    config = gemm.product_config(kernel, input, weight, group_size)
+    return config if config.holds_groups_of(group_size) else None

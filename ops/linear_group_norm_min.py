@@ -4,7 +4,7 @@ import torch
 
 from autotune_configs import group_norm_config
 from ops import checks, gemm, operators, precision, reference, tensor_parallel
-from ops.chain import as_vectors, check_chain, fuses_into_product, in_reference
+from ops.chain import as_vectors, check_chain, fused_product_config, in_reference
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
 from ops.replay import repeated_eagerly
@@ -26,8 +26,10 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
     [M], the group's reciprocal standard deviation [M] and normalised values [M, group_size]."""
     M, N = input.shape[0], weight.shape[0]
     group_size = N // num_groups
-    config = gemm.product_config("linear_group_norm_row_minimum", input, weight, group_size)
-    if group_size <= WIDEST_FUSED_GROUP and fuses_into_product(config, group_size, input, weight):
+    config = None
+    if group_size <= WIDEST_FUSED_GROUP:
+        config = fused_product_config("linear_group_norm_row_minimum", input, weight, group_size, linear_bias)
+    if config is not None:
         tiles = blocks_of(N, config.epilogue_columns)
         keys, tile_winner = row_minimum.empty_tile_minimum(tiles, M, group_size, input.device, training)
         gemm.product(

@@ -4,7 +4,7 @@ import torch
 
 from autotune_configs import group_norm_config
 from ops import gemm, operators
-from ops.chain import fuses_into_product
+from ops.chain import fused_product_config
 from triton_kernels.group_norm import group_norm, group_norm_backward
 from triton_kernels.pointwise import Pointwise
 
@@ -21,8 +21,8 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
         M, N = input.shape[0], weight.shape[0]
         group_size = N // num_groups
         output = torch.empty(M, N, dtype=input.dtype, device=input.device)
-        config = gemm.product_config(f"linear_{name}", input, weight, group_size)
-        if fuses_into_product(config, group_size, input, weight):
+        config = fused_product_config(f"linear_{name}", input, weight, group_size, linear_bias, bias)
+        if config is not None:
             z = torch.empty_like(output) if training else None
             gemm.product(
                 input,

@@ -55,6 +55,19 @@ def test_budget(folder, capsys):
     assert "2 problems are not finished" in output
 
 
+def test_show_tells_whose_the_product_is(folder, capsys, monkeypatch):
+    """Where it is the library's, its kernel has no settings, but the pass behind it has."""
+    monkeypatch.setattr(cli.lookup, "takes_hopper_kernels", lambda architecture: architecture == 90)
+    command = ["show", "--gpu", GPU.name, *"--names l94 --dtypes bfloat16 --passes forward --shapes".split()]
+    output = run(*command, "512x5120x5120", capsys=capsys)[1]
+    assert "l94 bfloat16 512x5120x5120: the library multiplies" in output
+    assert "group_norm bfloat16 512x5120x32" in output and "linear_hardtanh" not in output
+    output = run(*command, "1024x8192x8192", capsys=capsys)[1]
+    assert "the library" not in output and "linear_hardtanh" in output
+    output = run(*command, "128x2048x16384", capsys=capsys)[1]
+    assert "an entry whose tiles come out even" in output
+
+
 def test_quick(folder, capsys):
     status, output = run(*SMALL, "4x32x8", "--quick", "--again", capsys=capsys)
     assert status == 0 and "of 1 configs" in output

@@ -282,9 +282,11 @@ def test_a_quick_sweep_tries_what_tables_know(bench):
     assert bench.launched == [HEURISTIC, BEST] and not result.is_whole
     assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
     (result,) = run(bench, is_quick=True)
-    assert bench.launched == [HEURISTIC, BEST], "known from before"
+    assert bench.launched == [HEURISTIC, BEST] and result.skipped == "in the table already"
     (result,) = run(bench)
     assert result.is_whole and len(bench.launched) > 2 and len(bench.launched) == len(set(bench.launched))
+    run(bench, is_quick=True, again=True)
+    assert sweep.is_done(PROBLEM, GPU), "a whole sweep's entry stays one"
 
 
 def test_a_sweep_begins_with_what_tables_know(bench):

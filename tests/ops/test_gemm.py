@@ -21,13 +21,14 @@ def test_affine_where_the_library_multiplies(by_library, biases, monkeypatch):
     torch.testing.assert_close([input, weight, *vectors[:biases]], before, rtol=0, atol=0)
 
 
-def test_affine_of_16_bits_under_autocast(monkeypatch):
-    """The bias may have another dtype there; the library wants it in the product's."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_wider_biases_are_not_the_librarys(wide, monkeypatch):
+    """As autocast has them; it would round them before they are added."""
     monkeypatch.setattr(precision, "library_multiplies", lambda *arguments: True)
-    input, weight, bias = (
-        torch.ones(3, 16, dtype=torch.bfloat16),
-        torch.ones(7, 16, dtype=torch.bfloat16),
-        torch.ones(7),
-    )
-    output = gemm.affine(input, weight, bias)
-    assert output.dtype == torch.bfloat16 and torch.equal(output, torch.full_like(output, 17))
+    called = []
+    monkeypatch.setattr(torch, "addmm", lambda bias, a, b: called.append(bias) or (a @ b + bias))
+    input, weight = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(7, 16, dtype=torch.bfloat16)
+    bias = torch.full((7,), 2**-12, dtype=torch.float32 if wide else torch.bfloat16)
+    output = gemm.affine(input, weight, torch.ones_like(bias), bias - 17)
+    assert output.dtype == torch.bfloat16 and len(called) == (not wide)
+    assert torch.equal(output, torch.full_like(output, 2**-12 if wide else 0))
