@@ -218,7 +218,7 @@ class GroupNormBackward(GroupNorm):
     def expected(self):
         leaves = [tensor.double().requires_grad_() for tensor in (self.input, self.weight, self.bias)]
         input_gradient, *gradients = torch.autograd.grad(self._chain(*leaves), leaves, self.gradient.double())
-        return input_gradient, input_gradient.sum(0), *gradients
+        return input_gradient, *gradients, input_gradient.sum(0)
 
 
 class ImageWorkload(Workload):

@@ -86,7 +86,7 @@ def _backward_kernel(
                 group_norm_config("group_norm_backward", input.dtype, B, C, C // num_groups, input.device),
                 input_gradient=input_gradient.view(B, C),
                 **options,
-            )[1:]
+            )[:2]
         else:
             sums = wide.wide_group_norm_backward(
                 gradient, volume, num_groups, weight, bias, eps, input_gradient=input_gradient, **options

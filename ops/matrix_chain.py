@@ -56,7 +56,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
         return output, torch.empty_like(output) if training else output.new_empty(0)
 
     def norm_backward(gradient, z, num_groups, norm_weight, norm_bias, min_val, max_val, eps, sums_dtype):
-        """The gradient at z and, [3, N], those of linear_bias (and bias), norm_weight and norm_bias."""
+        """The gradient at z and, [3, N], those of norm_weight, norm_bias and linear_bias (and bias)."""
         M, N = z.shape
         gradient, z = gradient.contiguous(), z.contiguous()
         z_gradient = torch.empty_like(z)
@@ -101,7 +101,7 @@ def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Point
             gradient, z, ctx.num_groups, norm_weight, norm_bias, *ctx.scalars, sums_dtype
         )
         linear_bias_gradient, bias_gradient, *norm_gradients = operators.vector_gradients(
-            sums, (0, linear_bias), (0, bias), (1, norm_weight), (2, norm_bias)
+            sums, (2, linear_bias), (2, bias), (0, norm_weight), (1, norm_bias)
         )
         matrices = gemm.linear_gradients(ctx, z_gradient, input, weight)
         return *matrices, linear_bias_gradient, bias_gradient, None, *norm_gradients, None, None, None, None

@@ -137,7 +137,7 @@ def group_norm_backward_kernel(
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
     input_gradient,  # [M, C]
-    partials,  # [3, chunks, C]: sums over a chunk's rows of input_gradient, of dy * normalized, and of dy
+    partials,  # [3, chunks, C]: sums over a chunk's rows of dy * normalized, of dy, and of input_gradient
     M,
     num_groups,
     min_val,
@@ -190,9 +190,9 @@ def group_norm_backward_kernel(
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
     target = partials + chunk.to(tl.int64) * C + columns
     sum_stride = tl.num_programs(0).to(tl.int64) * C
-    tl.store(target, tl.sum(input_sum, 0), mask=real)
-    tl.store(target + sum_stride, tl.sum(weight_sum, 0), mask=real)
-    tl.store(target + 2 * sum_stride, tl.sum(shift_sum, 0), mask=real)
+    tl.store(target, tl.sum(weight_sum, 0), mask=real)
+    tl.store(target + sum_stride, tl.sum(shift_sum, 0), mask=real)
+    tl.store(target + 2 * sum_stride, tl.sum(input_sum, 0), mask=real)
 
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
@@ -259,8 +259,8 @@ def group_norm_backward(
 ) -> torch.Tensor:
     """Gradients of ``group_norm``; all matrices are [M, C] and contiguous.
 
-    Returns [3, C] in ``sums_dtype``: the sum of ``input_gradient`` over the rows (the gradient of a bias added to the
-    input), the gradient of ``norm_weight`` and that of ``norm_bias``.
+    Returns [3, C] in ``sums_dtype``: the gradients of ``norm_weight`` and ``norm_bias``, and the sum of
+    ``input_gradient`` over the rows (the gradient of a bias added to the input).
     """
     M, C = input.shape
     if M == 0:

@@ -54,7 +54,9 @@ def samples(M):
             for values, present in ((volume, True), (z, True), (volume.mT.contiguous().mT, False))
         ]
         result[f"{name}_backward"] = [
-            [volume_gradient, volume, G, *vectors(2, present), *bounds, eps] for present in (True, False)
+            [*tensors, G, *vectors(2, present), *bounds, eps]
+            for tensors in ((volume_gradient, volume), (gradient, z))
+            for present in (True, False)
         ]
     kernel, statistics = random(K, C // 2, 3, 2) / 4, random(2, M * G).abs()
     geometry = ([2, 1], [1, 0], [1, 0], [1, 2], 2)
