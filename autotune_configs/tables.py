@@ -69,7 +69,7 @@ def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
     """The shipped tables to look in, and whose they are: a GPU's own or, where it has none, those of its kin.
 
     Kin are of one architecture, so memory and tensor cores are alike, and have about as many multiprocessors (half as
-    many make other tiles best).
+    many make other tiles best); the nearest in that comes first.
     """
     if shipped_path(gpu).is_file():
         return [(shipped_path(gpu), gpu)]
@@ -80,7 +80,7 @@ def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
             few, many = sorted((gpu.multiprocessors, other.multiprocessors))
             if other.architecture == gpu.architecture and 2 * few > many:
                 found.append((path, other))
-    return found
+    return sorted(found, key=lambda pair: abs(pair[1].multiprocessors - gpu.multiprocessors))
 
 
 def user_folder() -> Path:

@@ -143,6 +143,10 @@ def test_tables_of_kin(folder, monkeypatch):
     found = lookup.find(linear_problem(), kin)
     assert found.config == FIRST and found.table == str(tables.shipped_path(GPU))
     assert found.is_of(GPU) and not found.is_of(kin)
+    larger = replace(GPU, name="A larger one", multiprocessors=160)
+    tables.store(tables.shipped_path(larger), larger, entry(SECOND))
+    lookup.forget()
+    assert lookup.find(linear_problem(), kin).config == FIRST, "of the one that is more like it"
     for other in (Gpu.called("NVIDIA B200"), replace(kin, name="a slice", multiprocessors=66)):
         assert lookup.find(linear_problem(), other).entry is None
     tables.store(tables.shipped_path(kin), kin, entry(SECOND, m=1400))
