@@ -18,6 +18,8 @@ from triton_kernels.device import INTERPRETED
 
 #: Small shapes of the chains for Triton's interpreter, by the number of their sizes.
 _INTERPRETED_SHAPES = {3: (8, 64, 64), 6: (2, 16, 16, 5, 6, 3)}
+#: A chain or a kernel by its name, a dtype, and sizes.
+_Case = tuple[str, str, tuple[int, ...]]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,8 +116,8 @@ def _parser() -> _Parser:
     return parser
 
 
-def _problems(options: argparse.Namespace, parser: _Parser, gpu: Gpu) -> list[Problem]:
-    """Each once, shape by shape, in the order given; of each name at the shapes that have as many sizes as it."""
+def _cases(options: argparse.Namespace, parser: _Parser) -> list[_Case]:
+    """Shape by shape, in the order given; each name at the shapes that have as many sizes as it."""
     forms = {name: CHAINS[name].form if name in CHAINS else KERNELS[name].size_names for name in options.names}
     shapes = options.shapes or []
     with_grid = getattr(options, "grid", False)
@@ -127,18 +129,25 @@ def _problems(options: argparse.Namespace, parser: _Parser, gpu: Gpu) -> list[Pr
     for name, form in forms.items():
         if not any(len(shape) == len(form) for shape in shapes):
             parser.error(f"argument --shapes: {name} takes {' x '.join(form)}")
-    problems = (
-        problem
+    cases = (
+        (name, dtype, shape)
         for shape in shapes
         for name, form in forms.items()
         if len(form) == len(shape)
         for dtype in options.dtypes
-        for problem in (
-            _problems_of_chain(name, dtype, shape, tuple(options.passes), gpu)
-            if name in CHAINS
-            else _problems_of_kernel(name, dtype, shape)
-        )
     )
+    return list(dict.fromkeys(cases))
+
+
+def _problems(cases: list[_Case], options: argparse.Namespace, parser: _Parser, gpu: Gpu) -> list[Problem]:
+    """Each once, in the order of the cases."""
+    problems = [
+        problem
+        for case in cases
+        for problem in (
+            _problems_of_chain(case, tuple(options.passes), gpu) if case[0] in CHAINS else _problems_of_kernel(case)
+        )
+    ]
     problems = list(dict.fromkeys(problems))
     for problem in problems:
         if not KERNELS[problem.kernel].takes(problem):
@@ -148,13 +157,12 @@ def _problems(options: argparse.Namespace, parser: _Parser, gpu: Gpu) -> list[Pr
     return problems
 
 
-def _problems_of_chain(
-    name: str, dtype: str, sizes: tuple[int, ...], passes: tuple[str, ...], gpu: Gpu
-) -> list[Problem]:
+def _problems_of_chain(case: _Case, passes: tuple[str, ...], gpu: Gpu) -> list[Problem]:
     """Those that the chain looks up on this GPU."""
+    name, dtype, sizes = case
     chain = CHAINS[name]
     if isinstance(chain, LinearChain):
-        problems = chain.problems(sizes, dtype, passes, by_library=_library_multiplies(name, dtype, sizes, gpu))
+        problems = chain.problems(sizes, dtype, passes, by_library=_library_multiplies(case, gpu))
     else:
         problems = chain.problems(sizes, dtype, passes)
     if gpu.splits_float32:
@@ -162,15 +170,17 @@ def _problems_of_chain(
     return problems
 
 
-def _library_multiplies(name: str, dtype: str, sizes: tuple[int, ...], gpu: Gpu) -> bool:
-    """Whether a chain's product is in 16 bits and the library's."""
-    if not isinstance(CHAINS.get(name), LinearChain) or len(sizes) != 3 or dtype == "float32":
+def _library_multiplies(case: _Case, gpu: Gpu) -> bool:
+    """Whether this is a Linear chain in 16 bits whose product is the library's."""
+    name, dtype, sizes = case
+    if not isinstance(CHAINS.get(name), LinearChain) or dtype == "float32":
         return False
     M, K, N = sizes
-    return lookup.library_multiplies_on(gpu, M, N, K)
+    return gpu.library_multiplies(M, N, K)
 
 
-def _problems_of_kernel(name: str, dtype: str, sizes: tuple[int, ...]) -> list[Problem]:
+def _problems_of_kernel(case: _Case) -> list[Problem]:
+    name, dtype, sizes = case
     kernel = KERNELS[name]
     return [Problem(name, dtype, sizes, kernel.precision(dtype), layout) for layout in kernel.layouts]
 
@@ -186,7 +196,7 @@ def _device(parser: _Parser) -> torch.device:
 def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
     device = _device(parser)
     gpu = Gpu.of(device)
-    problems = _problems(options, parser, gpu)
+    problems = _problems(_cases(options, parser), options, parser, gpu)
     try:
         tables.user_folder().mkdir(parents=True, exist_ok=True)
         with tables.locked(tables.user_path(gpu)):
@@ -220,13 +230,12 @@ def _show(options: argparse.Namespace, parser: _Parser) -> int:
         if not torch.cuda.is_available() and not INTERPRETED:
             parser.error("no GPU is here: name one with --gpu")
         gpu = Gpu.of(_device(parser))
-    found = [(problem, lookup.find(problem, gpu)) for problem in _problems(options, parser, gpu)]
+    cases = _cases(options, parser)
+    found = [(problem, lookup.find(problem, gpu)) for problem in _problems(cases, options, parser, gpu)]
     by_library = [
         f"{name} {dtype} {'x'.join(map(str, sizes))}"
-        for sizes in options.shapes or []
-        for name in options.names
-        for dtype in options.dtypes
-        if "forward" in options.passes and _library_multiplies(name, dtype, sizes, gpu)
+        for name, dtype, sizes in cases
+        if "forward" in options.passes and _library_multiplies((name, dtype, sizes), gpu)
     ]
     reporting.show(gpu, found, by_library)
     return 0

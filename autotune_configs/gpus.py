@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autotune_configs.prediction import library_is_faster
 from triton_kernels.device import (
     SHARED_MEMORY,
     architecture,
@@ -42,6 +43,13 @@ class Gpu:
     def splits_float32(self) -> bool:
         """Whether float32 is multiplied as float16 parts (``triton_kernels.float32_split``): that looks nothing up."""
         return takes_hopper_kernels(self.architecture)
+
+    def library_multiplies(self, M: int, N: int, K: int) -> bool:
+        """Whether [M, K] @ [N, K].T in 16 bits is better left to the library, with all else in a pass over its result.
+
+        No table has a say in it: sweeps time the kernels alone.
+        """
+        return takes_hopper_kernels(self.architecture) and library_is_faster(M, N, K, self.multiprocessors)
 
     @property
     def file_name(self) -> str:

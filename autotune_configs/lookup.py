@@ -12,12 +12,10 @@ import torch
 from autotune_configs import tables, tuning
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import ELEMENT_SIZES, KERNELS, Config
-from autotune_configs.prediction import library_is_faster
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.hopper import takes_hopper_kernels
 from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
@@ -52,14 +50,14 @@ def find(problem: Problem, gpu: Gpu) -> Found:
     """
     kernel = KERNELS[problem.kernel]
     candidates: list[Found] = []
+    nearest = math.inf
     for distance, found in _valid_entries(problem, gpu, 2 * _NEAR):
         if distance == 0:
             return found
-        if distance > _NEAR and not candidates:
-            candidates.append(Found(kernel.heuristic(problem, gpu)))
+        nearest = min(nearest, distance)
         candidates.append(found)
-    if not candidates:
-        return Found(kernel.heuristic(problem, gpu))
+    if nearest > _NEAR:
+        candidates.insert(0, Found(kernel.heuristic(problem, gpu)))
     seconds = kernel.predicted([each.config for each in candidates], problem, gpu)
     if seconds and min(seconds) < _WORTHWHILE * seconds[0]:
         return replace(candidates[seconds.index(min(seconds))], comes_out_even=True)
@@ -159,13 +157,8 @@ def _resolve(
 
 
 def library_multiplies(M: int, N: int, K: int, device: torch.device) -> bool:
-    """Whether [M, K] @ [N, K].T in 16 bits is better left to the library, with all else in a pass over its result."""
-    return library_multiplies_on(Gpu.of(device), M, N, K)
-
-
-def library_multiplies_on(gpu: Gpu, M: int, N: int, K: int) -> bool:
-    """The same for a GPU that need not be here. No table has a say in it: sweeps time the kernels alone."""
-    return takes_hopper_kernels(gpu.architecture) and library_is_faster(M, N, K, gpu.multiprocessors)
+    """``Gpu.library_multiplies`` of the device."""
+    return Gpu.of(device).library_multiplies(M, N, K)
 
 
 def linear_config(

@@ -277,11 +277,11 @@ class Search:
         return True
 
 
-def _search(problem, device, journal, is_late, is_quick, **options) -> Result:
+def _search(problem, device, journal, **options) -> Result:
     """The search's result, whatever mode the caller is in; where memory does not suffice for a problem, that is it."""
     try:
         with torch.inference_mode(False):
-            return Search(problem, device, journal, is_late=is_late, is_quick=is_quick, **options).run()
+            return Search(problem, device, journal, **options).run()
     except torch.OutOfMemoryError:
         pass  # what the search holds is free once the error is
     torch.cuda.empty_cache()
@@ -303,11 +303,6 @@ def has_entry(problem: Problem, gpu: Gpu) -> bool:
     tables.read.cache_clear()  # another process may have written it
     entries = tables.read(tables.user_path(gpu), gpu)
     return any(entry.problem == problem and entry.triton == triton.__version__ for entry in entries)
-
-
-def is_done(problem: Problem, gpu: Gpu) -> bool:
-    """Whether it has one of a whole sweep."""
-    return has_entry(problem, gpu) and not journal_path(problem, gpu).exists()
 
 
 def sweep_and_store(
@@ -334,19 +329,22 @@ def sweep_and_store(
     for problem in problems:
         path = journal_path(problem, gpu)
         with tables.locked(path):  # where another sweep has it under way, it is done when our turn comes
-            was_done = is_done(problem, gpu)
-            if not again and (was_done or (is_quick and has_entry(problem, gpu))):
+            is_known = has_entry(problem, gpu)
+            was_whole = is_known and not path.exists()
+            if not again and (is_known if is_quick else was_whole):
                 result = Result(problem, skipped="in the table already")
             elif time.monotonic() >= end:
                 result = Result(problem, is_whole=False, skipped="no time left")
             else:
                 on_problem(problem)
                 journal = Journal(path)
-                result = _search(problem, device, journal, lambda: time.monotonic() >= end, is_quick, **options)
+                result = _search(
+                    problem, device, journal, is_quick=is_quick, is_late=lambda: time.monotonic() >= end, **options
+                )
                 if result.entry is not None and (result.is_whole or not _has_better(result.entry, gpu)):
                     tables.store(tables.user_path(gpu), gpu, result.entry)
                     lookup.forget()  # from here on it is known, also to the problems that follow
-                if result.is_whole or (was_done and is_quick):
+                if result.is_whole or (was_whole and is_quick):
                     journal.end()
         results.append(result)
         on_result(result)

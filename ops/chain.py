@@ -53,7 +53,7 @@ def fused_product_config(
 ) -> gemm.Config | None:
     """How the product's kernel multiplies and does all the rest; None where that takes a pass of its own, as no tile
     holds whole groups, or the library multiplies."""
-    if gemm.library_multiplies(input, weight.shape[0], *biases):
+    if precision.library_multiplies(input, weight.shape[0], *biases):
         return None
     config = gemm.product_config(kernel, input, weight, group_size)
     return config if config.holds_groups_of(group_size) else None

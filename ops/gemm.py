@@ -65,19 +65,12 @@ def add_optional(first: torch.Tensor | None, second: torch.Tensor | None) -> tor
     return first + second
 
 
-def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
-    """``precision.library_multiplies``, but for 16-bit products with wider biases, as autocast has them: the library
-    would round those, and PyTorch, which adds L94's second one after its product, does not."""
-    are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
-    return (are_alike or input.dtype == torch.float32) and precision.library_multiplies(input, columns)
-
-
 def affine(
     input: torch.Tensor, weight: torch.Tensor, linear_bias: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """input [M, K] @ weight [N, K].T + linear_bias + bias in the input's dtype: [M, N]; rounded once, and where the
     library multiplies also the sum of two biases."""
-    if library_multiplies(input, weight.shape[0], linear_bias, bias):
+    if precision.library_multiplies(input, weight.shape[0], linear_bias, bias):
         shift = add_optional(linear_bias, bias)
         if shift is not None and precision.library_adds_bias(input, weight.shape[0]):
             return torch.addmm(shift, input, weight.T)

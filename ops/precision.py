@@ -33,9 +33,12 @@ def splits_float32(device: torch.device) -> bool:
     return runs_hopper_kernels(device)
 
 
-def library_multiplies(input: torch.Tensor, columns: int) -> bool:
-    """Whether products of input [M, K] and a matrix [K, columns] are the library's. Those of 16-bit numbers, where its
-    tiles come out so much more even that it is faster; float32 ones, in three cases.
+def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
+    """Whether products of input [M, K] and a matrix [K, columns], with biases to be added, are the library's.
+
+    Those of 16-bit numbers, where its tiles come out so much more even that it is faster; but not where a bias is
+    wider, as under autocast: the library would round it, and PyTorch, which adds L94's second one after its product,
+    does not. float32 ones, in three cases.
 
     Where few terms are added: tensor cores are wrong by about 2e-7 at any depth, the library's sum of float32 products
     by less than that below some hundred terms (6e-7 at 1024). For few rows, where the library adds a product up in
@@ -45,7 +48,8 @@ def library_multiplies(input: torch.Tensor, columns: int) -> bool:
     """
     rows, depth = input.shape
     if input.dtype != torch.float32:
-        return autotune_configs.library_multiplies(rows, columns, depth, input.device)
+        are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
+        return are_alike and autotune_configs.library_multiplies(rows, columns, depth, input.device)
     if rows < FEWEST_FLOAT32_ROWS or depth < SHALLOWEST_FLOAT32:
         return True
     if float32_parts() == 2:

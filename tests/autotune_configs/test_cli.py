@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autotune_configs import __main__ as cli
-from autotune_configs import tables
+from autotune_configs import gpus, tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import DeviceLost, Result
@@ -57,7 +57,7 @@ def test_budget(folder, capsys):
 
 def test_show_tells_whose_the_product_is(folder, capsys, monkeypatch):
     """Where it is the library's, its kernel has no settings, but the pass behind it has."""
-    monkeypatch.setattr(cli.lookup, "takes_hopper_kernels", lambda architecture: architecture == 90)
+    monkeypatch.setattr(gpus, "takes_hopper_kernels", lambda architecture: architecture == 90)
     command = ["show", "--gpu", GPU.name, *"--names l94 --dtypes bfloat16 --passes forward --shapes".split()]
     output = run(*command, "512x5120x5120", capsys=capsys)[1]
     assert "l94 bfloat16 512x5120x5120: the library multiplies" in output
@@ -66,6 +66,9 @@ def test_show_tells_whose_the_product_is(folder, capsys, monkeypatch):
     assert "the library" not in output and "linear_hardtanh" in output
     output = run(*command, "128x2048x16384", capsys=capsys)[1]
     assert "an entry whose tiles come out even" in output
+    monkeypatch.setattr(cli, "INTERPRETED", False)  # then a chain's target is what is shown where no shape is named
+    output = run("show", "--gpu", "NVIDIA H100 PCIe", "--names", "l94", "--dtypes", "bfloat16", capsys=capsys)[1]
+    assert "l94 bfloat16 1024x8192x8192: the library multiplies" in output
 
 
 def test_quick(folder, capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autotune_configs
-from autotune_configs import lookup
+from autotune_configs import gpus
 from autotune_configs.prediction import library_is_faster, product_seconds
 from tests.autotune_configs.entries import GPU
 
@@ -56,6 +56,6 @@ def test_whose_the_product_is(sizes, is_faster, monkeypatch):
     assert library_is_faster(*sizes, PROCESSORS) is is_faster
     cpu = torch.device("cpu")
     assert not autotune_configs.library_multiplies(*sizes, cpu)
-    monkeypatch.setattr(lookup.Gpu, "of", lambda device: GPU)
-    monkeypatch.setattr(lookup, "takes_hopper_kernels", lambda architecture: architecture == 90)
+    monkeypatch.setattr(gpus.Gpu, "of", lambda device: GPU)
+    monkeypatch.setattr(gpus, "takes_hopper_kernels", lambda architecture: architecture == 90)
     assert autotune_configs.library_multiplies(*sizes, cpu) is is_faster
