@@ -87,9 +87,10 @@ def _backward_kernels(
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     winner = (column, rstd, normalized.contiguous())
-    row_partials, bias_gradient = row_minimum_backward.output_gradient_sums(gradient, sums_dtype)
+    row_partials, bias_gradient, order, offsets = row_minimum_backward.sums_and_order(
+        gradient, column, num_groups, group_size, sums_dtype
+    )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, norm_weight, group_size)
-    order, offsets = row_minimum_backward.rows_by_group(column, num_groups, group_size)
     sums = row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, sums_dtype)
     input_gradient = input.new_empty((M, K) if input_wanted else 0)
     weight_gradient = weight.new_empty((N, K) if weight_wanted else 0)

@@ -75,7 +75,7 @@ def test_row_minimum(grids, shape, group_size):
     keys, saved = row_minimum.empty_tile_minimum(2, rows, group_size, META, save=True)
     winner = row_minimum.empty_winner(rows, group_size, META)
     row_minimum.finish(keys, saved, empty(channels), empty(channels, rows), winner, group_size)
-    row_minimum_backward.output_gradient_sums(empty(channels, rows))
+    row_minimum_backward.sums_and_order(empty(channels, rows), winner[0], max(1, channels // group_size), group_size)
 
 
 @by_shape
@@ -103,7 +103,7 @@ def test_same_bits_where_an_axis_is_laid_along_two(chain, problem, monkeypatch):
 
 
 def test_nothing_is_stored_past_the_end(monkeypatch):
-    """Tiles of a row minimum, and blocks of columns in its gradient's sums, that do not exist."""
+    """Tiles of a row minimum, and blocks of its gradient's sums and ranks, that do not exist."""
     monkeypatch.setattr(grid, "_MOST_ALONG_Y", 3)
     stored = []
     empty = torch.empty
@@ -118,5 +118,5 @@ def test_nothing_is_stored_past_the_end(monkeypatch):
     config = group_norm.GroupNormConfig(2, 8, 2)
     options = {"output": keys, "saved": saved, "finish": group_norm.finish_row_minimum}
     group_norm.group_norm(torch.randn(5, 40), 5, None, None, 1e-5, config, **options)
-    row_minimum_backward.output_gradient_sums(torch.randn(5 * 64, 5))
+    row_minimum_backward.sums_and_order(torch.randn(5 * 64, 5), torch.arange(5, dtype=torch.int32), 5, 8)
     assert len(stored) > 4 and all((memory == 7).all() for memory in stored)

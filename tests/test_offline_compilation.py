@@ -287,9 +287,10 @@ def row_minimum_launches(dtype, group_size):
         winner = row_minimum.empty_winner(M, group_size, META) if save else None
         row_minimum.finish(keys, tile_saved, vector, weight[:, :M], winner, group_size)
     column = winner[0]
-    row_partials, _ = row_minimum_backward.output_gradient_sums(torch.empty(N, M, dtype=dtype, device=META), dtype)
+    row_partials, _, order, offsets = row_minimum_backward.sums_and_order(
+        torch.empty(N, M, dtype=dtype, device=META), column, N // group_size, group_size, dtype
+    )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, vector, group_size)
-    order, offsets = row_minimum_backward.rows_by_group(column, N // group_size, group_size)
     row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, dtype)
     row_minimum_backward.input_gradient(z_gradient, column, order, weight, input)
     row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight)

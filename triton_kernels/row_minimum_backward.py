@@ -24,14 +24,16 @@ _OUTPUT_GRADIENT_PROGRAMS = 256
 
 
 @triton.jit
-def output_gradient_kernel(
-    output_gradient,  # [C, M], any strides
+def add_up_output_gradient(
+    program,
+    output_gradient,
     column_stride,
     row_stride,
-    row_partials,  # [blocks of C, M] float64: sums over a block's columns
-    column_partials,  # [shares of M, C]: sums over a share's rows
+    row_partials,
+    column_partials,
     M,
     C,
+    shares,
     rows_per_program,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -40,9 +42,8 @@ def output_gradient_kernel(
 
     In float64, which the memory traffic hides: a minimum's gradient is one long sum, and its error is everybody's.
     """
-    wait_for_launch_before()
-    share = tl.program_id(0)
-    column_block = second_place()
+    share = program % shares
+    column_block = program // shares
     columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
     column_inside = columns < C
     source = output_gradient + columns.to(tl.int64)[:, None] * column_stride
@@ -53,8 +54,7 @@ def output_gradient_kernel(
         inside = column_inside[:, None] & (rows < M)[None, :]
         values = tl.load(source + rows.to(tl.int64)[None, :] * row_stride, mask=inside, other=0.0).to(tl.float64)
         total += tl.sum(values, 1)
-        row_inside = (rows < M) & (column_block * BLOCK_C < C)
-        tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=row_inside)
+        tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
     tl.store(column_partials + share.to(tl.int64) * C + columns, total.to(tl.float32), mask=column_inside)
 
 
@@ -148,10 +148,11 @@ def add_product(total, coefficients, values):
 
 
 @triton.jit
-def rank_kernel(
-    column,  # [M]: where each row's minimum was found
-    order,  # [M]
-    offsets,  # [num_groups + 1]
+def rank_rows(
+    program,
+    column,
+    order,
+    offsets,
     M,
     num_groups,
     row_programs,
@@ -160,8 +161,6 @@ def rank_kernel(
     BLOCK_OTHERS: tl.constexpr,
 ):
     """order[rank of m] = m, offsets[g] = how many rows lie in groups before g: by counting, without a sort's passes."""
-    wait_for_launch_before()
-    program = tl.program_id(0)
     ranks_rows = program < row_programs
     mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
     my_group = mine
@@ -180,6 +179,45 @@ def rank_kernel(
         tl.store(order + rank, mine, mask=mine < M)
     else:
         tl.store(offsets + mine, rank, mask=mine <= num_groups)
+
+
+@triton.jit
+def sums_and_ranks_kernel(
+    output_gradient,  # [C, M], any strides
+    column_stride,
+    row_stride,
+    row_partials,  # [blocks of C, M] float64: sums over a block's columns
+    column_partials,  # [shares of M, C]: sums over a share's rows
+    column,  # [M]: where each row's minimum was found
+    order,  # [M]
+    offsets,  # [num_groups + 1]
+    M,
+    C,
+    shares,
+    rows_per_program,
+    sum_programs,
+    num_groups,
+    row_programs,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+):
+    """Sums of the output's gradient, and the rows in order: neither waits for the other, and a launch takes 4 us."""
+    wait_for_launch_before()
+    program = tl.program_id(0)
+    # fmt: off
+    if program < sum_programs:
+        add_up_output_gradient(
+            program, output_gradient, column_stride, row_stride, row_partials, column_partials, M, C, shares,
+            rows_per_program, BLOCK_M, BLOCK_C,
+        )
+    else:
+        rank_rows(
+            program - sum_programs, column, order, offsets, M, num_groups, row_programs, GROUP_SIZE, BLOCK, BLOCK_OTHERS
+        )
+    # fmt: on
 
 
 @triton.jit
@@ -270,38 +308,70 @@ def column_gradients_kernel(
     tl.store(target + N + N, norm_bias_sum.to(tl.float32), mask=member_inside)  # 2 * N may not fit int32
 
 
-def output_gradient_sums(
-    output_gradient: torch.Tensor, sums_dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of ``output_gradient`` [C, M] (any strides): over blocks of its columns [blocks, M] in float64, for
-    ``winner_backward``, and over its rows [C] in ``sums_dtype``."""
+def _sorted_rows(column: torch.Tensor, num_groups: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """order and offsets, by a library sort."""
+    groups, order = torch.sort(torch.div(column, group_size, rounding_mode="floor"), stable=True)
+    bounds = torch.arange(num_groups + 1, dtype=groups.dtype, device=column.device)
+    return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
+
+
+def sums_and_order(
+    output_gradient: torch.Tensor,
+    column: torch.Tensor,
+    num_groups: int,
+    group_size: int,
+    sums_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What does not wait for anything else: (row_partials, row sums, order, offsets).
+
+    ``output_gradient`` is [C, M], at any strides. row_partials [blocks, M] are its sums over blocks of its columns, in
+    float64, for ``winner_backward``; the row sums [C] are in ``sums_dtype``. order [M] are the rows in the order of
+    their winning groups, offsets [num_groups + 1] say where each group's begin.
+    """
     C, M = output_gradient.shape
-    block_m, block_c = min(1024, next_power_of_2(max(1, M))), 16
+    device = output_gradient.device
+    block_m, block_c, block = min(1024, next_power_of_2(max(1, M))), 16, 32
     column_blocks = blocks_of(C, block_c)
     shares = max(1, min(blocks_of(M, block_m), _OUTPUT_GRADIENT_PROGRAMS // max(1, column_blocks)))
     rows_per_program = blocks_of(blocks_of(M, shares), block_m) * block_m
     # These may cancel out, and are one row's whole gradient: float32 would show in it.
-    row_partials = torch.empty(column_blocks, M, dtype=torch.float64, device=output_gradient.device)
-    if M == 0:
-        return row_partials, torch.zeros(C, dtype=sums_dtype, device=output_gradient.device)
-    shares = blocks_of(M, rows_per_program)
-    column_partials = empty_partials(1, shares, C, sums_dtype, output_gradient.device)
-    launch(
-        output_gradient_kernel,
-        grid_of(shares, column_blocks),
-        output_gradient.device,
-        output_gradient,
-        *output_gradient.stride(),
-        row_partials,
-        column_partials,
-        M,
-        C,
-        rows_per_program,
-        BLOCK_M=block_m,
-        BLOCK_C=block_c,
-        num_warps=4,
-    )
-    return row_partials, column_sums(column_partials, sums_dtype)[0]
+    row_partials = torch.empty(column_blocks, M, dtype=torch.float64, device=device)
+    shares = blocks_of(M, rows_per_program) if M else 0
+    column_partials = empty_partials(1, shares, C, sums_dtype, device)
+    sum_programs, row_programs, rank_programs = shares * column_blocks, blocks_of(M, block), 0
+    if M <= _MOST_RANKED_ROWS:
+        order = torch.empty(M, dtype=torch.int32, device=device)
+        offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=device)
+        rank_programs = row_programs + blocks_of(num_groups + 1, block)
+    else:
+        order, offsets = _sorted_rows(column, num_groups, group_size)
+    if programs := sum_programs + rank_programs:
+        launch(
+            sums_and_ranks_kernel,
+            (programs,),
+            device,
+            output_gradient,
+            *output_gradient.stride(),
+            row_partials,
+            column_partials,
+            column,
+            order,
+            offsets,
+            M,
+            C,
+            max(1, shares),
+            rows_per_program,
+            sum_programs,
+            num_groups,
+            row_programs,
+            GROUP_SIZE=group_size,
+            BLOCK_M=block_m,
+            BLOCK_C=block_c,
+            BLOCK=block,
+            BLOCK_OTHERS=128,
+            num_warps=4,
+        )
+    return row_partials, column_sums(column_partials, sums_dtype)[0], order, offsets
 
 
 def winner_backward(
@@ -340,34 +410,6 @@ def winner_backward(
         num_warps=8,
     )
     return minimum_gradient, z_gradient
-
-
-def rows_by_group(column: torch.Tensor, num_groups: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows in the order of their winning groups, and where each group's rows begin, [M] and [num_groups + 1]."""
-    M = column.numel()
-    if M > _MOST_RANKED_ROWS:
-        groups, order = torch.sort(torch.div(column, group_size, rounding_mode="floor"), stable=True)
-        bounds = torch.arange(num_groups + 1, dtype=groups.dtype, device=column.device)
-        return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
-    block = 32
-    order = torch.empty(M, dtype=torch.int32, device=column.device)
-    offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=column.device)
-    row_programs = blocks_of(M, block)
-    launch(
-        rank_kernel,
-        (row_programs + blocks_of(num_groups + 1, block),),
-        column.device,
-        column,
-        order,
-        offsets,
-        M,
-        num_groups,
-        row_programs,
-        GROUP_SIZE=group_size,
-        BLOCK=block,
-        BLOCK_OTHERS=128,
-    )
-    return order, offsets
 
 
 def input_gradient(z_gradient, column, order, weight, output) -> None:

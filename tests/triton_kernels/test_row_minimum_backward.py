@@ -20,6 +20,18 @@ def winners(rows, groups, group_size, seed=0):
     return column, torch.rand(rows, generator=generator) + 0.5, torch.randn(rows, group_size, generator=generator)
 
 
+def sums_of(gradient, sums_dtype=torch.float32):
+    """Those over blocks of channels, and over the rows; each row's minimum lies in the first column."""
+    column = torch.zeros(gradient.shape[1], dtype=torch.int32)
+    return backward.sums_and_order(gradient, column, 1, gradient.shape[0], sums_dtype)[:2]
+
+
+def order_of(column, groups, group_size):
+    """The rows by group, and where each begins."""
+    gradient = torch.zeros(groups * group_size, column.numel())
+    return backward.sums_and_order(gradient, column, groups, group_size)[2:]
+
+
 @pytest.mark.parametrize("programs", [1, 4, 256])
 @pytest.mark.parametrize("channels, rows", [(1, 1), (5, 300), (200, 3), (130, 257), (3, 2100)])
 def test_output_gradient_sums(channels, rows, programs, monkeypatch):
@@ -27,20 +39,22 @@ def test_output_gradient_sums(channels, rows, programs, monkeypatch):
     monkeypatch.setattr(backward, "_OUTPUT_GRADIENT_PROGRAMS", programs)
     for layout in ("contiguous", "transposed", "expanded", "strided"):
         gradient = with_layout(draw(channels, rows), layout)
-        over_channels, over_rows = backward.output_gradient_sums(gradient)
+        over_channels, over_rows = sums_of(gradient)
         torch.testing.assert_close(over_channels.sum(0), gradient.double().sum(0), rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(over_rows.double(), gradient.double().sum(1), rtol=1e-6, atol=1e-5)
 
 
 def test_output_gradient_sums_of_one_number():
     """What ``output.sum().backward()`` sends."""
-    over_channels, over_rows = backward.output_gradient_sums(torch.ones(()).expand(70, 130))
+    over_channels, over_rows = sums_of(torch.ones(()).expand(70, 130))
     assert over_channels.sum(0).tolist() == [70.0] * 130 and over_rows.tolist() == [130.0] * 70
 
 
-def test_output_gradient_sums_of_no_rows():
-    over_channels, over_rows = backward.output_gradient_sums(torch.empty(4, 0))
+def test_no_rows():
+    over_channels, over_rows = sums_of(torch.empty(4, 0))
     assert over_channels.shape[1] == 0 and torch.equal(over_rows, torch.zeros(4))
+    order, offsets = order_of(torch.empty(0, dtype=torch.int32), 5, 4)
+    assert order.shape == (0,) and offsets.tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -70,12 +84,12 @@ def test_winner_backward(rows, groups, group_size, blocks, affine):
 
 @pytest.mark.parametrize("sorts", [False, True])
 @pytest.mark.parametrize("rows, groups, group_size", [(1, 1, 4), (200, 7, 10), (130, 64, 1), (5, 300, 16)])
-def test_rows_by_group(rows, groups, group_size, sorts, monkeypatch):
+def test_order(rows, groups, group_size, sorts, monkeypatch):
     """Ranked by counting, and sorted where there are more rows: a stable order by group, and where each begins."""
     if sorts:
         monkeypatch.setattr(backward, "_MOST_RANKED_ROWS", 0)
     column = winners(rows, groups, group_size)[0]
-    order, offsets = backward.rows_by_group(column, groups, group_size)
+    order, offsets = order_of(column, groups, group_size)
     assert order.dtype == offsets.dtype == torch.int32
     group = column.long() // group_size
     assert torch.equal(order.long(), group.argsort(stable=True))
@@ -97,7 +111,7 @@ def test_products(size, dtype, layout):
     column = winners(rows, groups, group_size)[0]
     if groups == 3:
         column.clamp_(max=2 * group_size - 1)  # the last group wins nowhere: zeros must be written there
-    order, offsets = backward.rows_by_group(column, groups, group_size)
+    order, offsets = order_of(column, groups, group_size)
     z_gradient = draw(rows, group_size, seed=3)
     input = with_layout(draw(rows, depth, seed=4).to(dtype), layout)
     weight = with_layout(draw(groups * group_size, depth, seed=5).to(dtype), layout)
@@ -120,7 +134,7 @@ def test_column_gradients():
     rows, groups, group_size = 300, 4, 10
     column, rstd, normalized = winners(rows, groups, group_size)
     column.clamp_(max=3 * group_size - 1)
-    order, offsets = backward.rows_by_group(column, groups, group_size)
+    order, offsets = order_of(column, groups, group_size)
     minimum_gradient, z_gradient = draw(rows, seed=6), draw(rows, group_size, seed=7)
     sums = backward.column_gradients(minimum_gradient, (column, rstd, normalized), z_gradient, order, offsets)
     expected = torch.zeros(3, groups * group_size, dtype=torch.float64)
