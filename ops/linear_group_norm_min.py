@@ -60,7 +60,8 @@ def _forward(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bia
         )
     output = torch.empty(1 if bias is None else bias.numel(), M, dtype=input.dtype, device=input.device)
     winner = row_minimum.empty_winner(M if training else 0, group_size, input.device)
-    row_minimum.finish(keys, tile_winner, bias, output, winner if training else None, group_size)
+    kept = winner if training else None
+    row_minimum.finish(keys, tile_winner, bias, output, kept, group_size, norm_weight, norm_bias)
     return output, *winner
 
 

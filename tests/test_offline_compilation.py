@@ -285,7 +285,7 @@ def row_minimum_launches(dtype, group_size):
     for save in (False, True):
         keys, tile_saved = row_minimum.empty_tile_minimum(32, M, group_size, META, save)
         winner = row_minimum.empty_winner(M, group_size, META) if save else None
-        row_minimum.finish(keys, tile_saved, vector, weight[:, :M], winner, group_size)
+        row_minimum.finish(keys, tile_saved, vector, weight[:, :M], winner, group_size, vector, vector)
     column = winner[0]
     row_partials, _, order, offsets = row_minimum_backward.sums_and_order(
         torch.empty(N, M, dtype=dtype, device=META), column, N // group_size, group_size, dtype

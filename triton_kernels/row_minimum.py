@@ -10,10 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.launch import launch, wait_for_launch_before
 
-_NO_COLUMN = tl.constexpr(2147483647)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_LAST = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -38,6 +40,27 @@ def lesser(a, b):
 
 
 @triton.jit
+def bits_of(value):
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bit_mask(condition):
+    """All bits where it holds, else none, in a register: what is taken with it costs one instruction, not a select and
+    one (``either``), to which compilers would turn it."""
+    mask = tl.where(condition, -1, 0)
+    if _INTERPRETED:
+        return mask
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def either(a, b):
+    """Of two numbers' bits, of which one has none set, the other's."""
+    return a | b
+
+
+@triton.jit
 def store_row_minimum(
     y,  # [rows, groups, block]: the values to minimise
     normalized,  # the same before weight and bias
@@ -48,7 +71,7 @@ def store_row_minimum(
     tile,  # the tile's number along the row
     M,
     minimum,  # [tiles, M] int32 keys
-    saved,  # None, or (column [tiles, M], rstd [tiles, M], normalized [tiles, M, GROUP_SIZE]) of the winner's group
+    saved,  # None, or (number [tiles, M], rstd [tiles, M], normalized [tiles, M, GROUP_SIZE]) of the winner's group
     INDICES: tl.constexpr,  # as for epilogues
     GROUP_SIZE: tl.constexpr,
 ):
@@ -58,35 +81,40 @@ def store_row_minimum(
     BLOCK: tl.constexpr = y.shape[2]
     if inside is not None:
         y = tl.where(inside, y, float("inf"))
-    # Over the groups first: a thread of a product holds all of its rows' groups, but not all of a group's members.
-    least = tl.reduce(tl.reduce(y, 1, lesser), 1, lesser)
+    if saved is None:
+        # Over the groups first: a thread of a product holds all of its rows' groups, but not all of a group's members.
+        least = tl.reduce(tl.reduce(y, 1, lesser), 1, lesser)
+    else:
+        group_least = tl.reduce(y, 2, lesser)
+        least = tl.reduce(group_least, 1, lesser)
     rows = row + INDICES(ROWS)
     tl.store(minimum + tile.to(tl.int64) * M + rows, ordered_key(least), mask=rows < M)
     if saved is not None:
         # Indices are made anew for each use: Gluon gives them the layout of what they are used with, one alone.
-        saved_column, saved_rstd, saved_normalized = saved
+        saved_group, saved_rstd, saved_normalized = saved
         rows = row + INDICES(ROWS)
         row_inside = rows < M
         offset = tile.to(tl.int64) * M + rows
-        columns = (group + INDICES(GROUPS))[None, :, None] * GROUP_SIZE + INDICES(BLOCK)[None, None, :]
-        found = (y == tl.expand_dims(tl.expand_dims(least, 1), 1)) | (y != y)  # a NaN is the least, if there is one
-        # Where all are infinite, what is not real is found too; but the first is real.
-        winner = tl.min(tl.min(tl.where(found, columns, _NO_COLUMN), 2), 1)
-        in_group = (group + INDICES(GROUPS))[None, :] == (winner // GROUP_SIZE)[:, None]
-        winner_rstd = tl.sum(tl.where(in_group, rstd, 0.0), 1)
-        winner_normalized = tl.sum(tl.where(tl.expand_dims(in_group, 2), normalized, 0.0), 1)
-        tl.store(saved_column + offset, winner, mask=row_inside)
-        tl.store(saved_rstd + offset, winner_rstd, mask=row_inside)
+        found = (group_least == tl.expand_dims(least, 1)) | (group_least != group_least)  # a NaN is the least
+        winner = tl.min(tl.where(found, INDICES(GROUPS)[None, :], GROUPS), 1)
+        of_winner = bit_mask(INDICES(GROUPS)[None, :] == winner[:, None])
+        winner_rstd = tl.reduce(bits_of(rstd) & of_winner, 1, either)
+        winner_normalized = tl.reduce(bits_of(normalized) & tl.expand_dims(of_winner, 2), 1, either)
+        tl.store(saved_group + offset, group + winner, mask=row_inside)
+        tl.store(saved_rstd + offset, winner_rstd.to(tl.float32, bitcast=True), mask=row_inside)
         matrix_rows = (row + INDICES(ROWS))[:, None]
         members = INDICES(BLOCK)[None, :]
         target = (tile.to(tl.int64) * M + matrix_rows) * GROUP_SIZE + members
+        winner_normalized = winner_normalized.to(tl.float32, bitcast=True)
         tl.store(saved_normalized + target, winner_normalized, mask=(matrix_rows < M) & (members < GROUP_SIZE))
 
 
 @triton.jit
 def finish_kernel(
     tile_minimum,  # [tiles, M] keys
-    tile_saved,  # None, or the tiles' (column, rstd, normalized)
+    tile_saved,  # None, or the tiles' (group, rstd, normalized)
+    norm_weight,  # of the minimised values: [channels], or None
+    norm_bias,
     bias,  # [C] or None
     output,  # [C, M]
     winner,  # None, or (column [M], rstd [M], normalized [M, GROUP_SIZE])
@@ -112,7 +140,7 @@ def finish_kernel(
         block_least = tl.min(keys, 0)
         if winner is not None:
             found = inside & (keys == block_least[None, :])
-            block_tile = tl.min(tl.where(found, tile[:, None], _NO_COLUMN), 0)
+            block_tile = tl.min(tl.where(found, tile[:, None], _LAST), 0)
             winning_tile = tl.where((block_least < least) | (first == 0), block_tile, winning_tile)
         least = tl.minimum(least, block_least)
     columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -128,26 +156,35 @@ def finish_kernel(
     )
     if winner is not None:
         if second_place() == 0:
-            tile_column, tile_rstd, tile_normalized = tile_saved
+            tile_group, tile_rstd, tile_normalized = tile_saved
             winner_column, winner_rstd, winner_normalized = winner
             offset = winning_tile.to(tl.int64) * M + rows
             members = tl.arange(0, BLOCK_GROUP)
             member_inside = row_inside[:, None] & (members < GROUP_SIZE)[None, :]
             normalized = tl.load(tile_normalized + offset[:, None] * GROUP_SIZE + members[None, :], mask=member_inside)
-            tl.store(winner_column + rows, tl.load(tile_column + offset, mask=row_inside), mask=row_inside)
+            group_column = tl.load(tile_group + offset, mask=row_inside, other=0) * GROUP_SIZE
+            y = normalized
+            if norm_weight is not None:
+                y *= tl.load(norm_weight + group_column[:, None] + members[None, :], mask=member_inside).to(tl.float32)
+            if norm_bias is not None:
+                y += tl.load(norm_bias + group_column[:, None] + members[None, :], mask=member_inside).to(tl.float32)
+            keys = tl.where(member_inside, ordered_key(y), _LAST)
+            found = member_inside & (keys == tl.min(keys, 1)[:, None])
+            member = tl.min(tl.where(found, members[None, :], _LAST), 1)
+            tl.store(winner_column + rows, group_column + member, mask=row_inside)
             tl.store(winner_rstd + rows, tl.load(tile_rstd + offset, mask=row_inside), mask=row_inside)
             destination = winner_normalized + rows.to(tl.int64)[:, None] * GROUP_SIZE + members[None, :]
             tl.store(destination, normalized, mask=member_inside)
 
 
 def empty_tile_minimum(tiles: int, rows: int, group_size: int, device: torch.device, save: bool):
-    """Buffers for ``store_row_minimum``: the keys and, if ``save``, the (column, rstd, normalized) of the winners."""
+    """Buffers for ``store_row_minimum``: the keys and, if ``save``, (group, rstd, normalized) of the winners."""
     keys = torch.empty(tiles, rows, dtype=torch.int32, device=device)
     return keys, empty_winner(tiles * rows, group_size, device) if save else None
 
 
 def empty_winner(count: int, group_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(column [count] int32, rstd [count] float32, normalized [count, group_size] float32), uninitialised."""
+    """(column or group [count] int32, rstd [count] float32, normalized [count, group_size] float32), uninitialised."""
     return (
         torch.empty(count, dtype=torch.int32, device=device),
         torch.empty(count, dtype=torch.float32, device=device),
@@ -155,8 +192,21 @@ def empty_winner(count: int, group_size: int, device: torch.device) -> tuple[tor
     )
 
 
-def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
-    """output [C, M] = the least of ``keys`` [tiles, M] + bias [C]; copies the winning tile's ``tile_saved``, if any."""
+def finish(
+    keys: torch.Tensor,
+    tile_saved: tuple[torch.Tensor, ...] | None,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    winner: tuple[torch.Tensor, ...] | None,
+    group_size: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+) -> None:
+    """output [C, M] = the least of ``keys`` [tiles, M] + bias [C].
+
+    ``winner``, if any, is made of the winning tile's ``tile_saved``: the place of the least of the normalised values
+    times ``norm_weight`` plus ``norm_bias`` (each [channels] or None) in the winning group, and that group.
+    """
     tiles, M = keys.shape
     C = output.shape[0]
     if M == 0:
@@ -171,6 +221,8 @@ def finish(keys, tile_saved, bias, output, winner, group_size: int) -> None:
         keys.device,
         keys,
         tile_saved,
+        norm_weight,
+        norm_bias,
         bias,
         output,
         winner,

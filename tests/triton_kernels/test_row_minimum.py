@@ -72,7 +72,7 @@ def check_finished(keys, tile_saved, z, num_groups, weight, bias):
     winner = row_minimum.empty_winner(rows, channels // num_groups, CPU)
     shift = torch.arange(5.0)
     output = torch.full((5, rows), torch.nan)
-    row_minimum.finish(keys, tile_saved, shift, output, winner, channels // num_groups)
+    row_minimum.finish(keys, tile_saved, shift, output, winner, channels // num_groups, weight, bias)
     least, column, rstd, normalized = expected_winner(z, num_groups, weight, bias)
     torch.testing.assert_close(output.double(), least + shift.double()[:, None], rtol=1e-5, atol=1e-5)
     assert torch.equal(winner[0].long(), column)
@@ -118,25 +118,46 @@ def test_minimum_of_a_product(rows, num_groups, group_size, strips):
     check_finished(keys, saved, input @ matrix.T, num_groups, weight, bias)
 
 
+@pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("tiles, rows", [(1, 1), (32, 70), (33, 3), (100, 130)])
-def test_finish_over_many_tiles(tiles, rows):
-    """More tiles than are reduced at a time; the first of equal minima wins."""
+def test_finish_over_many_tiles(tiles, rows, affine):
+    """More tiles than are reduced at a time; the first of equal minima wins, among tiles and in the group."""
     generator = torch.Generator().manual_seed(tiles)
     values = torch.randint(-50, 50, (tiles, rows), generator=generator).float()
     keys = keys_of(values.flatten())[0].view(tiles, rows)
     saved = (
-        torch.arange(tiles * rows, dtype=torch.int32).view(tiles, rows),
+        torch.randint(0, 20, (tiles, rows), generator=generator, dtype=torch.int32),
         torch.randn(tiles, rows, generator=generator),
-        torch.randn(tiles, rows, 3, generator=generator),
+        torch.randint(-2, 2, (tiles, rows, 3), generator=generator).float(),
     )
+    vectors = torch.randint(-2, 2, (2, 60), generator=generator).float() if affine else (None, None)
     output, winner = torch.empty(1, rows), row_minimum.empty_winner(rows, 3, CPU)
-    row_minimum.finish(keys, saved, None, output, winner, 3)
+    row_minimum.finish(keys, saved, None, output, winner, 3, *vectors)
     least = values.min(0)[0]
     first = (values == least).int().argmax(0)
     every = torch.arange(rows)
     assert torch.equal(output[0], least)
-    for kept, mine in zip(winner, saved, strict=True):
-        assert torch.equal(kept, mine[first, every])
+    group, rstd, normalized = (mine[first, every] for mine in saved)
+    y = normalized
+    if affine:
+        weight, bias = (vector.view(20, 3)[group.long()] for vector in vectors)
+        y = normalized * weight + bias
+    column = group * 3 + (y == y.min(1, keepdim=True)[0]).int().argmax(1)
+    for kept, expected in zip(winner, (column, rstd, normalized), strict=True):
+        assert torch.equal(kept.double(), expected.double())
+
+
+@pytest.mark.parametrize("first_nan", [0, 2, 3])
+def test_finish_finds_the_first_nan(first_nan):
+    """Of the weight's, say: the values of its group are numbers, and one of them less than all others."""
+    saved = torch.tensor([[3]], dtype=torch.int32), torch.ones(1, 1), torch.tensor([[[1.0, -5.0, 2.0, 3.0]]])
+    weight = torch.ones(16)
+    weight[12 + first_nan :] = math.nan
+    winner = row_minimum.empty_winner(1, 4, CPU)
+    row_minimum.finish(
+        keys_of(torch.tensor([math.nan]))[0].view(1, 1), saved, None, torch.empty(1, 1), winner, 4, weight
+    )
+    assert winner[0].item() == 12 + first_nan
 
 
 def test_no_channels():
@@ -148,7 +169,7 @@ def test_no_channels():
     for memory in winner:
         memory.fill_(-1)
     row_minimum.finish(keys, saved, torch.empty(0), output, winner, 4)
-    assert all((memory == 5).all() for memory in winner)
+    assert all((memory == value).all() for memory, value in zip(winner, (5 * 4, 5, 5), strict=True))
 
 
 def test_no_rows():
@@ -176,7 +197,7 @@ def test_columns_past_the_last_are_no_minimum(strips, has_bias):
     options = {"vectors": (None, None, weight, bias), "scalars": (0.0, 0.0, 1e-5), "group_size": 2}
     linear(input, matrix, group_norm_row_minimum_epilogue, config, output=keys, saved=saved, **options)
     output, winner = torch.empty(1, rows), row_minimum.empty_winner(rows, 2, CPU)
-    row_minimum.finish(keys, saved, None, output, winner, 2)
+    row_minimum.finish(keys, saved, None, output, winner, 2, weight, bias)
     y = torch.nn.functional.group_norm(input @ matrix.T, channels // 2, weight, bias)
     is_nan = y.isnan()
     assert is_nan.any(1)[:5].tolist() == [False, True, True, True, True] and not is_nan[4].all()
