@@ -39,10 +39,12 @@ class LinearConfig:
         """Whether each group lies whole within what the epilogue sees, so that it can be normalised in registers."""
         return self.epilogue_columns % group_size == 0
 
-    def shared_memory(self, element_size: int) -> int:
-        """Bytes of shared memory that the pipelined operands and the staged output tile need, at most."""
+    def shared_memory(self, element_size: int, staged_columns: int | None = None) -> int:
+        """Bytes of shared memory that the pipelined operands need, at most, and what the epilogue stages: its part of
+        the output's tile, or ``staged_columns`` elements of each row."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        return operands + self.block_m * self.epilogue_columns * element_size
+        staged_columns = self.epilogue_columns if staged_columns is None else staged_columns
+        return operands + self.block_m * staged_columns * element_size
 
 
 @triton.jit

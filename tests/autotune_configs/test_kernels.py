@@ -1,14 +1,16 @@
 """Search spaces: whatever a sweep may come to is valid, and leads to neighbours by one step."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
+from autotune_configs.problem import Problem
 
 GPUS = [Gpu.called(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H200", "NVIDIA B200")]
+MINIMUM, MISH = "group_norm_row_minimum", "hardtanh_mish_group_norm"
 PROBLEMS = list(
     dict.fromkeys(
         problem
@@ -43,6 +45,22 @@ def test_candidates(gpu):
             (field,) = (name for name in mine if mine[name] != its[name])
             between = [value for value in kernel.space[field] if min(mine[field], its[field]) < value]
             assert not [value for value in between if value < max(mine[field], its[field])], "one step"
+
+
+def test_a_stage_in_place_of_the_output():
+    """The product's kernel stages no tile of the output where it takes a row minimum: that much more is under way."""
+
+    def heuristic(kernel, *sizes, dtype="bfloat16"):
+        return KERNELS[kernel].heuristic(Problem(kernel, dtype, sizes, None, None), Gpu.called("NVIDIA H200"))
+
+    minimum, mish = (heuristic(f"linear_{name}", 1024, 8192, 8192, 16) for name in (MINIMUM, MISH))
+    assert minimum == replace(mish, num_stages=mish.num_stages + 1)
+    for sizes in ((1024, 8192, 8192, 64), (1, 8192, 8192, 16), (1024, 8192, 8190, 16)):
+        assert heuristic(f"linear_{MINIMUM}", *sizes) == heuristic(f"linear_{MISH}", *sizes), (
+            "there is no room for more"
+        )
+    float32 = (heuristic(f"linear_{name}", 1024, 8192, 8192, 16, dtype="float32") for name in (MINIMUM, MISH))
+    assert len(set(float32)) == 1
 
 
 def test_values_of_another_kernel_are_no_config():

@@ -172,3 +172,4 @@ def test_config_shared_memory():
     config = LinearConfig(128, 256, 64, num_stages=3)
     assert config.shared_memory(2) == 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2
     assert LinearConfig(128, 256, 64, num_stages=3, epilogue_strips=2).shared_memory(2) < config.shared_memory(2)
+    assert config.shared_memory(2, staged_columns=32) == 3 * (128 + 256) * 64 * 2 + 128 * 32 * 2
