@@ -56,8 +56,15 @@ def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu
     tallest = max(16, next_power_of_2(M))
     best = None
     for block_m, block_n, block_k, num_warps in tiles[element_size]:
-        for num_stages in (3, 2):
-            config = LinearConfig(min(block_m, tallest), block_n, block_k, num_warps=num_warps, num_stages=num_stages)
+        for num_stages, store_strips in _stages(min(block_m, tallest), block_n, element_size, gpu):
+            config = LinearConfig(
+                min(block_m, tallest),
+                block_n,
+                block_k,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                store_strips=store_strips,
+            )
             if block_n >= narrowest and config.shared_memory(element_size) <= gpu.shared_memory:
                 best = config
                 break
@@ -67,6 +74,17 @@ def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu
             break
     assert best is not None, "the smallest tile fits into any GPU"
     return best
+
+
+def _stages(block_m: int, block_n: int, element_size: int, gpu: Gpu) -> tuple[tuple[int, int], ...]:
+    """(num_stages, store_strips) to try, the best first.
+
+    On Hopper there is room for a fourth stage of the largest tiles where results are stored in halves: 0.975 to 1.003 of
+    the time, at 256 to 4096 rows (H200).
+    """
+    usual = (3, 1), (2, 1)
+    largest = (block_m, block_n, element_size, gpu.architecture) == (128, WIDEST_TILE, 2, 90)
+    return ((4, 2), *usual) if largest else usual
 
 
 def heuristic_group_norm_config(M: int, C: int, group_size: int) -> GroupNormConfig:

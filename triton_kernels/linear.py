@@ -29,11 +29,18 @@ class LinearConfig:
     num_stages: int = 3
     #: How many column strips the epilogue takes a tile in: each needs 1/epilogue_strips of the registers and staging.
     epilogue_strips: int = 1
+    #: How many column strips, 1 or 2, a tile of results is stored in: each needs 1/store_strips of the staging.
+    store_strips: int = 1
 
     @property
     def epilogue_columns(self) -> int:
         """Columns that the epilogue sees at a time."""
         return self.block_n // self.epilogue_strips
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns that are stored at a time."""
+        return self.epilogue_columns // self.store_strips
 
     def holds_groups_of(self, group_size: int) -> bool:
         """Whether each group lies whole within what the epilogue sees, so that it can be normalised in registers."""
@@ -43,7 +50,7 @@ class LinearConfig:
         """Bytes of shared memory that the pipelined operands need, at most, and what the epilogue stages: its part of
         the output's tile, or ``staged_columns`` elements of each row."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        staged_columns = self.epilogue_columns if staged_columns is None else staged_columns
+        staged_columns = self.stored_columns if staged_columns is None else staged_columns
         return operands + self.block_m * staged_columns * element_size
 
 
@@ -78,6 +85,17 @@ def store_descriptor(target, place, tile):
     """Store a tile at place = (row, column, M, N), rounded once to the target's dtype, through a tensor descriptor."""
     row, column, M, N = place
     target.store([row, column], tile.to(target.dtype))
+
+
+@triton.jit
+def store_descriptor_halves(target, place, tile):
+    """The same in two halves, one after the other, through a descriptor of half as many columns."""
+    row, column, M, N = place
+    HALF: tl.constexpr = tile.shape[1] // 2
+    halves = tl.reshape(tile.to(target.dtype), (tile.shape[0], 2, HALF))
+    left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+    target.store([row, column], left)
+    target.store([row, column + HALF], right)
 
 
 @triton.jit
@@ -271,10 +289,11 @@ def linear(
         and all(t is None or t.data_ptr() % 16 == 0 for t in (output, saved))  # type: ignore[union-attr]
     )
     if by_descriptor:
-        tile = [config.block_m, config.epilogue_columns]
+        tile = [config.block_m, config.stored_columns]
         output = TensorDescriptor.from_tensor(output, tile)
         saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
+    store_tile = store_descriptor_halves if config.store_strips == 2 else store_descriptor
     kernel, which = (linear_kernel, ()) if left is None else (linear_rest_kernel, (left,))
     strips = {"STRIPS": config.epilogue_strips} if kernel is linear_kernel else {}
     launch(
@@ -293,7 +312,7 @@ def linear(
         K,
         LOAD_INPUT=load_input,
         LOAD_WEIGHT=load_weight,
-        STORE=store_descriptor if by_descriptor else store_pointers,
+        STORE=store_tile if by_descriptor else store_pointers,
         EPILOGUE=epilogue,
         GROUP_SIZE=group_size,
         INPUT_PRECISION=input_precision,

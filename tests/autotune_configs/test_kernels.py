@@ -1,6 +1,6 @@
 """Search spaces: whatever a sweep may come to is valid, and leads to neighbours by one step."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
@@ -8,9 +8,9 @@ from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
+from triton_kernels.linear import LinearConfig
 
 GPUS = [Gpu.called(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H200", "NVIDIA B200")]
-MINIMUM, MISH = "group_norm_row_minimum", "hardtanh_mish_group_norm"
 PROBLEMS = list(
     dict.fromkeys(
         problem
@@ -47,20 +47,35 @@ def test_candidates(gpu):
             assert not [value for value in between if value < max(mine[field], its[field])], "one step"
 
 
-def test_a_stage_in_place_of_the_output():
-    """The product's kernel stages no tile of the output where it takes a row minimum: that much more is under way."""
+def test_stages_that_there_is_room_for():
+    """A row minimum stages no tile of the output, but the groups that it keeps; a float32 product stages all of it."""
 
-    def heuristic(kernel, *sizes, dtype="bfloat16"):
-        return KERNELS[kernel].heuristic(Problem(kernel, dtype, sizes, None, None), Gpu.called("NVIDIA H200"))
+    def heuristic(kernel, group_size, dtype="bfloat16", features=8192):
+        precision = "highest" if dtype == "float32" else None
+        problem = Problem(f"linear_{kernel}", dtype, (1024, 8192, features, group_size), precision, None)
+        config = KERNELS[problem.kernel].heuristic(problem, Gpu.called("NVIDIA H200"))
+        return config.num_stages, config.store_strips
 
-    minimum, mish = (heuristic(f"linear_{name}", 1024, 8192, 8192, 16) for name in (MINIMUM, MISH))
-    assert minimum == replace(mish, num_stages=mish.num_stages + 1)
-    for sizes in ((1024, 8192, 8192, 64), (1, 8192, 8192, 16), (1024, 8192, 8190, 16)):
-        assert heuristic(f"linear_{MINIMUM}", *sizes) == heuristic(f"linear_{MISH}", *sizes), (
-            "there is no room for more"
-        )
-    float32 = (heuristic(f"linear_{name}", 1024, 8192, 8192, 16, dtype="float32") for name in (MINIMUM, MISH))
-    assert len(set(float32)) == 1
+    mish, minimum = "hardtanh_mish_group_norm", "group_norm_row_minimum"
+    assert heuristic("bias", 1) == heuristic(mish, 16) == (4, 2)
+    assert [heuristic(minimum, size) for size in (16, 64, 128, 256)] == [(4, 1), (4, 1), (3, 1), (2, 1)]
+    for kernel in (mish, minimum):
+        assert heuristic(kernel, 16, "float32") == heuristic(kernel, 16, features=8190) == (3, 1)
+
+
+def test_a_field_younger_than_a_table():
+    """It has its default; one that has none must be there."""
+    problem = Problem("linear_bias", "bfloat16", (1024, 1024, 1024, 1), None, None)
+    kernel, gpu = KERNELS["linear_bias"], Gpu.called("NVIDIA H200")
+    values = {"block_m": 64, "block_n": 128, "block_k": 64, "num_stages": 2}
+    assert kernel.config_of(values, problem, gpu) == LinearConfig(64, 128, 64, num_stages=2)
+    assert kernel.config_of({**values, "store_strips": 2}, problem, gpu) == LinearConfig(
+        64, 128, 64, num_stages=2, store_strips=2
+    )
+    for changed in ({"store_strips": 3}, {"store_halves": 2}):
+        assert kernel.config_of({**values, **changed}, problem, gpu) is None
+    del values["block_k"]
+    assert kernel.config_of(values, problem, gpu) is None
 
 
 def test_values_of_another_kernel_are_no_config():

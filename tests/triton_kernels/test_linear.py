@@ -22,12 +22,13 @@ CONFIGS = [
     LinearConfig(32, 16, 32, group_m=1),
     LinearConfig(64, 64, 16, group_m=2, num_stages=2),
     LinearConfig(16, 64, 32, epilogue_strips=2),
+    LinearConfig(16, 64, 16, store_strips=2),
     LinearConfig(128, 128, 64),
 ]
 
 
 def config_id(config):
-    return f"{config.block_m}x{config.block_n}x{config.block_k}"
+    return f"{config.block_m}x{config.block_n}x{config.block_k}x{config.store_strips}"
 
 
 def whole_numbers(*shape, seed=0):
@@ -122,14 +123,15 @@ def test_which_operands_go_through_descriptors(dtype):
         assert _descriptors(other) is module.load_pointers, (other.shape, other.stride(), other.data_ptr() % 16)
 
 
+@pytest.mark.parametrize("store_strips", [1, 2])
 @pytest.mark.parametrize("channels, offset", [(32, 0), (33, 0), (32, 1)])
-def test_nothing_is_written_outside(channels, offset):
+def test_nothing_is_written_outside(channels, offset, store_strips):
     """Through a descriptor, and through pointers where rows or the result's address are not aligned."""
     rows = 21
     memory = torch.full((offset + rows * channels + 64,), 7.0)
     output = memory[offset : offset + rows * channels].view(rows, channels)
     input, weight = whole_numbers(rows, 24), whole_numbers(channels, 24, seed=1)
-    product(input, weight, LinearConfig(64, 64, 32), output=output)
+    product(input, weight, LinearConfig(64, 64, 32, store_strips=store_strips), output=output)
     assert torch.equal(output, input @ weight.T)
     assert (memory[:offset] == 7).all() and (memory[offset + rows * channels :] == 7).all()
 
@@ -139,11 +141,11 @@ def test_no_rows():
     linear(torch.empty(0, 24), whole_numbers(32, 24), bias_epilogue, CONFIGS[0], output=output)
 
 
-@pytest.mark.parametrize("strips", [1, 2])
+@pytest.mark.parametrize("strips, store_strips", [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("save", [True, False])
-def test_norms_in_registers(save, strips):
+def test_norms_in_registers(save, strips, store_strips):
     """A group is normalised within its tile, whichever strip it is in; what backward needs is saved beside it."""
-    config = LinearConfig(16, 64, 16, epilogue_strips=strips)
+    config = LinearConfig(16, 64, 16, epilogue_strips=strips, store_strips=store_strips)
     generator = torch.Generator().manual_seed(0)
     input, weight = torch.randn(20, 24, generator=generator), torch.randn(96, 24, generator=generator)
     vectors = tuple(torch.randn(96, generator=generator) for _ in range(4))
@@ -172,4 +174,6 @@ def test_config_shared_memory():
     config = LinearConfig(128, 256, 64, num_stages=3)
     assert config.shared_memory(2) == 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2
     assert LinearConfig(128, 256, 64, num_stages=3, epilogue_strips=2).shared_memory(2) < config.shared_memory(2)
+    halves = LinearConfig(128, 256, 64, num_stages=4, store_strips=2)
+    assert halves.shared_memory(2) == 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2
     assert config.shared_memory(2, staged_columns=32) == 3 * (128 + 256) * 64 * 2 + 128 * 32 * 2
