@@ -127,7 +127,7 @@ def _linear_heuristic(problem: Problem, gpu: Gpu) -> LinearConfig:
 
 
 def _linear_is_valid(config: LinearConfig, problem: Problem, gpu: Gpu) -> bool:
-    M, _, K, group_size = problem.sizes
+    M, N, K, group_size = problem.sizes
     element_size = ELEMENT_SIZES[problem.dtype]
     if K * element_size % 16 != 0:  # read without tensor descriptors, which the heuristic has tiles of its own for
         return config == _linear_heuristic(problem, gpu)
@@ -136,13 +136,18 @@ def _linear_is_valid(config: LinearConfig, problem: Problem, gpu: Gpu) -> bool:
             return False
     if element_size == 4 and config.block_k > _DEEPEST_FLOAT32_BLOCK:
         return False
+    # Rows that are not aligned are stored through pointers, whole; of the heuristic's tile that is known to fit.
+    staging = config
+    if N * element_size % 16 != 0 and config != _linear_heuristic(problem, gpu):
+        staging = replace(config, store_strips=1)
     trapped = gpu.architecture == 100 and element_size == 4 and (config.block_m, config.block_n) == (64, 256)
     return (
         config.block_m <= max(16, next_power_of_2(M))
         and config.block_m * config.block_n <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
         and min(config.block_m, config.block_n, config.block_k) >= 16
         and config.stored_columns >= 16
-        and config.shared_memory(element_size, _staged_columns(problem)) <= gpu.shared_memory
+        and config.epilogue_strips * config.store_strips <= 2
+        and staging.shared_memory(element_size, _staged_columns(problem)) <= gpu.shared_memory
         and not trapped
     )
 
@@ -188,7 +193,7 @@ _LINEAR_SPACE = {
 def _linear(epilogue: str) -> Kernel:
     space = dict(_LINEAR_SPACE)
     if epilogue == "group_norm_row_minimum":  # it stores no tile
-        del space["store_strips"]
+        space["store_strips"] = (1,)
     return Kernel(
         f"linear_{epilogue}",
         _LINEAR_SIZES,

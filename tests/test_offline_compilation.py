@@ -12,8 +12,10 @@ import torch
 from autotune_configs import tables
 from autotune_configs.chains import LINEAR_TARGET
 from autotune_configs.gpus import Gpu
-from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
+from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config
+from autotune_configs.kernels import KERNELS
 from autotune_configs.offline import compile_launches
+from autotune_configs.problem import Problem
 from ops.linear_group_norm_min import WIDEST_FUSED_GROUP
 from ops.precision import FLOAT32_INPUT_PRECISION
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META
@@ -66,7 +68,9 @@ class Gemm:
 
     def resolve(self) -> LinearConfig:
         sizes = self.m, self.n, self.k, self.group_size
-        return self.config or heuristic_linear_config(self.dtype.itemsize, *sizes, Gpu.of(META))
+        precision = "highest" if self.dtype == torch.float32 else None
+        problem = Problem(f"linear_{self.kernel}", str(self.dtype).removeprefix("torch."), sizes, precision, None)
+        return self.config or KERNELS[problem.kernel].heuristic(problem, Gpu.of(META))
 
     def launch(self) -> None:
         config = self.resolve()
@@ -94,10 +98,6 @@ class Gemm:
 
     def allowed_spill(self, arch: int) -> int:
         """Bytes a thread may spill. All of this is in the epilogue: once a tile, outside the loop over K."""
-        if self.kernel == "group_norm_row_minimum" and self.saved:
-            # Keys, columns and normalised values of a whole tile are alive at once. With these spills the tile takes
-            # 1.08 of the bare product's time, the smaller tiles tried 1.2 and more (bfloat16, H200).
-            return 512
         if arch == 90 and self.dtype.itemsize == 2 and self.kernel == "hardtanh_mish_group_norm" and self.saved:
             # Ten registers; the smaller tiles multiply for a tenth longer (H200).
             return 40

@@ -50,6 +50,9 @@ class LinearConfig:
         """Bytes of shared memory that the pipelined operands need, at most, and what the epilogue stages: its part of
         the output's tile, or ``staged_columns`` elements of each row."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
+        if self.epilogue_strips * self.store_strips > 1 and self.block_m < 16 * self.num_warps:
+            # Warps lie side by side there, and exchange all of a tile in float32 to take it apart.
+            return operands + self.block_m * self.block_n * 4
         staged_columns = self.stored_columns if staged_columns is None else staged_columns
         return operands + self.block_m * staged_columns * element_size
 
@@ -88,14 +91,18 @@ def store_descriptor(target, place, tile):
 
 
 @triton.jit
+def halves(tile):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def store_descriptor_halves(target, place, tile):
     """The same in two halves, one after the other, through a descriptor of half as many columns."""
     row, column, M, N = place
-    HALF: tl.constexpr = tile.shape[1] // 2
-    halves = tl.reshape(tile.to(target.dtype), (tile.shape[0], 2, HALF))
-    left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+    left, right = halves(tile.to(target.dtype))
     target.store([row, column], left)
-    target.store([row, column + HALF], right)
+    target.store([row, column + tile.shape[1] // 2], right)
 
 
 @triton.jit
@@ -188,8 +195,7 @@ def linear_kernel(
         if STRIPS == 1:
             EPILOGUE(accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)
         else:
-            halves = tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            left, right = tl.split(halves)
+            left, right = halves(accumulator)
             EPILOGUE(left, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)
             column += BLOCK_N // 2
             EPILOGUE(right, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)

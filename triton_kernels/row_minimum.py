@@ -1,9 +1,9 @@
 """Row minimum of group-normalised tiles, and the kernel that finishes it.
 
 A minimum is found in two stages. Each tile leaves its rows' minima as order-preserving int32 keys, so that NaN comes
-first (torch's minimum propagates it) and one integer reduction finds value and place alike; ``finish`` reduces the
-keys over the tiles. The backward pass (``row_minimum_backward``) needs only the group that holds each row's minimum, so
-that is all that is kept.
+first (torch's minimum propagates it); ``finish`` reduces the keys over the tiles. The backward pass
+(``row_minimum_backward``) needs only the group that holds each row's minimum, so that is all that is kept, and the
+minimum's place in it is found when the winning tile is.
 """
 
 import torch
@@ -163,6 +163,8 @@ def finish_kernel(
             member_inside = row_inside[:, None] & (members < GROUP_SIZE)[None, :]
             normalized = tl.load(tile_normalized + offset[:, None] * GROUP_SIZE + members[None, :], mask=member_inside)
             group_column = tl.load(tile_group + offset, mask=row_inside, other=0) * GROUP_SIZE
+            # With a bias and no weight a compiler rounds the tile's own values once less: of two that lie one rounding
+            # apart the other may be found.
             y = normalized
             if norm_weight is not None:
                 y *= tl.load(norm_weight + group_column[:, None] + members[None, :], mask=member_inside).to(tl.float32)

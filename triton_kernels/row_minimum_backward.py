@@ -181,7 +181,7 @@ def rank_rows(
         tl.store(offsets + mine, rank, mask=mine <= num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares", "sum_programs", "row_programs"])  # these go with the batch
 def sums_and_ranks_kernel(
     output_gradient,  # [C, M], any strides
     column_stride,

@@ -63,6 +63,26 @@ def test_stages_that_there_is_room_for():
         assert heuristic(kernel, 16, "float32") == heuristic(kernel, 16, features=8190) == (3, 1)
 
 
+def test_what_is_staged_where_it_does_not_go_as_it_should():
+    """A row that is not aligned is stored whole, and so is a tile whose warps lie side by side."""
+    gpu = Gpu.called("NVIDIA H200")
+
+    def is_valid(config, features=8192, kernel="bias", group_size=1):
+        problem = Problem(f"linear_{kernel}", "bfloat16", (1024, features, 8192, group_size), None, None)
+        return KERNELS[problem.kernel].config_of(asdict(config), problem, gpu) is not None
+
+    for config in (LinearConfig(256, 128, 64, num_stages=4, store_strips=2), LinearConfig(256, 128, 128, num_stages=2)):
+        assert is_valid(config) == (config.store_strips == 2) and not is_valid(config, 8190)
+    assert is_valid(LinearConfig(128, 256, 64, num_stages=4, store_strips=2), 8190), "the heuristic's"
+    for strips in ({"store_strips": 2}, {"epilogue_strips": 2}):
+        assert not is_valid(LinearConfig(64, 256, 64, num_stages=5, **strips))
+        assert is_valid(LinearConfig(64, 256, 64, num_stages=4, **strips))
+    assert not is_valid(LinearConfig(128, 128, 64, epilogue_strips=2, store_strips=2))
+    minimum = {"kernel": "group_norm_row_minimum", "group_size": 16}
+    assert is_valid(LinearConfig(128, 256, 64, num_stages=4), **minimum)
+    assert not is_valid(LinearConfig(128, 256, 64, num_stages=4, store_strips=2), **minimum), "it stores no tile"
+
+
 def test_a_field_younger_than_a_table():
     """It has its default; one that has none must be there."""
     problem = Problem("linear_bias", "bfloat16", (1024, 1024, 1024, 1), None, None)
