@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triton_kernels.column_sums import column_sums, empty_partials
 from triton_kernels.grid import blocks_of, grid_of, indices, next_power_of_2, second_place
-from triton_kernels.group_statistics import normalize_groups
+from triton_kernels.group_statistics import load_affine, normalize_groups
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import IDENTITY, Pointwise
 from triton_kernels.row_minimum import store_row_minimum
@@ -69,18 +69,6 @@ def normalize_tile(values, real, eps, GROUP_SIZE: tl.constexpr):
     """``normalize_groups``, with a mask only where groups are padded."""
     padding = None if values.shape[2] == GROUP_SIZE else real
     return normalize_groups(values, padding, eps, GROUP_SIZE)
-
-
-@triton.jit
-def load_affine(norm_weight, norm_bias, columns, real):
-    """The norm's weight and bias at ``columns`` in float32; 1 and 0 where there are none."""
-    weight = tl.full(columns.shape, 1.0, tl.float32)
-    shift = tl.zeros(columns.shape, tl.float32)
-    if norm_weight is not None:
-        weight = tl.load(norm_weight + columns, mask=real, other=0.0).to(tl.float32)
-    if norm_bias is not None:
-        shift = tl.load(norm_bias + columns, mask=real, other=0.0).to(tl.float32)
-    return weight, shift
 
 
 @triton.jit

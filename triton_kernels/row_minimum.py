@@ -12,6 +12,7 @@ import triton.language as tl
 
 from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
+from triton_kernels.group_statistics import load_affine
 from triton_kernels.launch import launch, wait_for_launch_before
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -131,12 +132,12 @@ def finish_kernel(
     wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_inside = rows < M
-    least = tl.full((BLOCK_M,), 2147483647, tl.int32)
+    least = tl.full((BLOCK_M,), _LAST, tl.int32)
     winning_tile = tl.zeros((BLOCK_M,), tl.int32)
     for first in range(0, tiles, BLOCK_TILES):
         tile = first + tl.arange(0, BLOCK_TILES)
         inside = (tile < tiles)[:, None] & row_inside[None, :]
-        keys = tl.load(tile_minimum + tile.to(tl.int64)[:, None] * M + rows[None, :], mask=inside, other=2147483647)
+        keys = tl.load(tile_minimum + tile.to(tl.int64)[:, None] * M + rows[None, :], mask=inside, other=_LAST)
         block_least = tl.min(keys, 0)
         if winner is not None:
             found = inside & (keys == block_least[None, :])
@@ -165,12 +166,8 @@ def finish_kernel(
             group_column = tl.load(tile_group + offset, mask=row_inside, other=0) * GROUP_SIZE
             # With a bias and no weight a compiler rounds the tile's own values once less: of two that lie one rounding
             # apart the other may be found.
-            y = normalized
-            if norm_weight is not None:
-                y *= tl.load(norm_weight + group_column[:, None] + members[None, :], mask=member_inside).to(tl.float32)
-            if norm_bias is not None:
-                y += tl.load(norm_bias + group_column[:, None] + members[None, :], mask=member_inside).to(tl.float32)
-            keys = tl.where(member_inside, ordered_key(y), _LAST)
+            weight, shift = load_affine(norm_weight, norm_bias, group_column[:, None] + members[None, :], member_inside)
+            keys = tl.where(member_inside, ordered_key(normalized * weight + shift), _LAST)
             found = member_inside & (keys == tl.min(keys, 1)[:, None])
             member = tl.min(tl.where(found, members[None, :], _LAST), 1)
             tl.store(winner_column + rows, group_column + member, mask=row_inside)

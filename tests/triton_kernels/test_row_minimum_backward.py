@@ -20,10 +20,10 @@ def winners(rows, groups, group_size, seed=0):
     return column, torch.rand(rows, generator=generator) + 0.5, torch.randn(rows, group_size, generator=generator)
 
 
-def sums_of(gradient, sums_dtype=torch.float32):
+def sums_of(gradient):
     """Those over blocks of channels, and over the rows; each row's minimum lies in the first column."""
     column = torch.zeros(gradient.shape[1], dtype=torch.int32)
-    return backward.sums_and_order(gradient, column, 1, gradient.shape[0], sums_dtype)[:2]
+    return backward.sums_and_order(gradient, column, 1, gradient.shape[0])[:2]
 
 
 def order_of(column, groups, group_size):
