@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import triton
 
 from autotune_configs import lookup, reporting, sweep, tables
 from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, LinearChain
@@ -232,12 +233,17 @@ def _show(options: argparse.Namespace, parser: _Parser) -> int:
         gpu = Gpu.of(_device(parser))
     cases = _cases(options, parser)
     found = [(problem, lookup.find(problem, gpu)) for problem in _problems(cases, options, parser, gpu)]
-    by_library = [
-        f"{name} {dtype} {'x'.join(map(str, sizes))}"
+    notes = [
+        f"{name} {dtype} {'x'.join(map(str, sizes))}: the library multiplies"
         for name, dtype, sizes in cases
         if "forward" in options.passes and _library_multiplies((name, dtype, sizes), gpu)
     ]
-    reporting.show(gpu, found, by_library)
+    if gpu.lacks_hopper_convolutions and any(problem.kernel == "convolution" for problem, _ in found):
+        notes.append(
+            f"triton {triton.__version__} cannot compile the convolutions for Hopper: the portable kernel runs forward,"
+            " cuDNN backward and for float32"
+        )
+    reporting.show(gpu, found, notes)
     return 0
 
 

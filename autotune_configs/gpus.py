@@ -13,7 +13,7 @@ from triton_kernels.device import (
     multiprocessor_count,
     shared_memory_limit,
 )
-from triton_kernels.hopper import takes_hopper_kernels
+from triton_kernels.hopper import takes_hopper_convolutions, takes_hopper_kernels
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Gpu:
     def splits_float32(self) -> bool:
         """Whether float32 is multiplied as float16 parts (``triton_kernels.float32_split``): that looks nothing up."""
         return takes_hopper_kernels(self.architecture)
+
+    @property
+    def lacks_hopper_convolutions(self) -> bool:
+        """Whether this is a Hopper GPU whose convolutions the installed Triton cannot compile."""
+        return takes_hopper_kernels(self.architecture) and not takes_hopper_convolutions(self.architecture)
 
     def library_multiplies(self, M: int, N: int, K: int) -> bool:
         """Whether [M, K] @ [N, K].T in 16 bits is better left to the library, with all else in a pass over its result.

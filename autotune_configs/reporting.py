@@ -99,8 +99,8 @@ def _line(result: Result) -> str:
     return text + ("" if result.is_whole else " (so far)")
 
 
-def show(gpu: Gpu, found: list[tuple[Problem, Found]], by_library: list[str]) -> None:
-    """One line a problem, and one for each chain whose product is the library's there."""
+def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None:
+    """One line a problem, and what no config says: ``notes``."""
     table = Table(title=escape(gpu.name), title_justify="left")
     for column in ("problem", "config", "from"):
         table.add_column(column, overflow="fold")
@@ -108,8 +108,8 @@ def show(gpu: Gpu, found: list[tuple[Problem, Found]], by_library: list[str]) ->
         table.add_row(escape(str(problem)), _settings(asdict(each.config)), escape(_origin(problem, each)))
     console = _console()
     console.print(table)
-    for chain in by_library:
-        console.print(f"{escape(chain)}: the library multiplies")
+    for note in notes:
+        console.print(escape(note))
 
 
 def _origin(problem: Problem, found: Found) -> str:

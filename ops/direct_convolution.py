@@ -15,7 +15,7 @@ import triton
 from autotune_configs import convolution_config
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from triton_kernels.convolution import StrideOneConvolution, convolution
-from triton_kernels.hopper import runs_hopper_kernels, takes_input
+from triton_kernels.hopper import runs_hopper_convolutions, takes_input
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
@@ -68,7 +68,7 @@ def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvT
 
 def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
     """Whether the kernel for Hopper takes the images, once they are copied; their sizes do not matter for that."""
-    if not runs_hopper_kernels(input.device):
+    if not runs_hopper_convolutions(input.device):
         return False
     convolution_hopper, _ = _hopper_kernels()
     images = (_empty_channels_last((1, channels, 1, 1), input) for channels in weight.shape[:2])
@@ -158,7 +158,7 @@ def forward(
     problem = forward_convolution(geometry)
     as_it_lies = input.dtype != torch.float32 and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
-    on_hopper = runs_hopper_kernels(input.device)
+    on_hopper = runs_hopper_convolutions(input.device)
     if on_hopper:
         convolution_hopper, _ = _hopper_kernels()
     if not on_hopper or not convolution_hopper.supports(in_format, z, problem):
@@ -240,7 +240,7 @@ def backward(
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
     """Whether ``backward`` takes it: where the kernels for Hopper do; elsewhere the library's gradients are as good."""
-    if not runs_hopper_kernels(z.device):
+    if not runs_hopper_convolutions(z.device):
         return False
     convolution_hopper, weight_gradient_hopper = _hopper_kernels()
     in_format = _empty_channels_last((1, *input.shape[1:]), input)

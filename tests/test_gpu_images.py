@@ -20,7 +20,7 @@ from tests.chains import DTYPES, L19, Problem, chain_id
 from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from triton_kernels import convolution, convolution_hopper, weight_gradient_hopper
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
-from triton_kernels.hopper import runs_hopper_kernels
+from triton_kernels.hopper import runs_hopper_convolutions
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.pointwise import FLOAT16_GELU, GELU
 from triton_kernels.tf32 import round_to_tf32
@@ -66,7 +66,7 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 
 @pytest.fixture
 def on_hopper():
-    if not runs_hopper_kernels(torch.device(DEVICE, torch.cuda.current_device())):
+    if not runs_hopper_convolutions(torch.device(DEVICE, torch.cuda.current_device())):
         pytest.skip("needs compute capability 9.0 and a Triton with its copies")
 
 
@@ -157,7 +157,7 @@ def test_convolutions_in_float32(format):
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         results = run(set_later, arguments, grad_output)
-    if runs_hopper_kernels(torch.device(DEVICE, torch.cuda.current_device())):
+    if runs_hopper_convolutions(torch.device(DEVICE, torch.cuda.current_device())):
         assert_same_bits(results, as_tf32)
 
 

@@ -30,7 +30,6 @@ from triton_kernels import (
     wide_group_norm,
 )
 from triton_kernels.float32_split import LinearSplitConfig, SplitOperand, split
-from triton_kernels.hopper import has_copies
 from triton_kernels.linear import LinearConfig, linear
 from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY
 
@@ -204,7 +203,6 @@ def split_product_launches(parts, kernel, orders, group_size=1):
     linear(*operands, EPILOGUES[kernel], config.rest, left=left, **arguments)
 
 
-@pytest.mark.skipif(not has_copies(), reason="this Triton has no such copies: nothing calls the kernel")
 @pytest.mark.parametrize(
     "kernel, orders, group_size",
     [

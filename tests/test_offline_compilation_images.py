@@ -14,12 +14,13 @@ from ops import direct_convolution
 from ops.convolution import ConvTranspose2dGeometry
 from ops.precision import FLOAT32_INPUT_PRECISION
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META
-from triton_kernels import convolution, convolution_hopper, hopper, image_copy, image_group_norm, weight_gradient_hopper
+from triton_kernels import convolution, convolution_hopper, image_copy, image_group_norm, weight_gradient_hopper
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import GELU_OF, GELU_TANH, IDENTITY, identity
 from triton_kernels.tf32 import nearest_tf32
+from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 pytestmark = pytest.mark.offline
 
@@ -28,7 +29,9 @@ SAMPLES, CHANNELS, SIZE = 128, 64, 256
 GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
 CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 
-with_copies = pytest.mark.skipif(not hopper.has_copies(), reason="this Triton has no such copies: nothing calls them")
+with_overlapping_views = pytest.mark.skipif(
+    not HAS_OVERLAPPING_VIEWS, reason="this Triton cannot compile them: the portable kernel runs in their place"
+)
 by_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 by_short_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 by_format = pytest.mark.parametrize("format", [CHANNELS_LAST, CONTIGUOUS], ids=str)
@@ -221,14 +224,14 @@ HOPPER_CONVOLUTIONS = [
 ]
 
 
-@with_copies
+@with_overlapping_views
 @pytest.mark.parametrize("problem, dtype", HOPPER_CONVOLUTIONS, ids=str)
 def test_convolution_hopper(problem, dtype):
     (kernel,) = compile_launches(lambda: problem.launch(dtype), 90)
     assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if problem.statistics else 0)
 
 
-@with_copies
+@with_overlapping_views
 @pytest.mark.parametrize("problem", [HopperConvolution(format=CONTIGUOUS), HopperConvolution(out_channels=44)], ids=str)
 def test_convolution_hopper_without_staging(problem):
     """Rows and channels of any number, which the copy engine does not take: float32 is stored thread by thread."""
@@ -244,7 +247,7 @@ WEIGHT_GRADIENTS = [
 ]
 
 
-@with_copies
+@with_overlapping_views
 @pytest.mark.parametrize("kernel_size, columns, accumulate, dtype", WEIGHT_GRADIENTS, ids=str)
 def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
     def launch():
@@ -277,10 +280,10 @@ def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
 @by_short_dtype
 def test_direct_convolution(dtype, format, arch):
     """Forward and backward at the target size: on Hopper by its own kernels, elsewhere by the portable one."""
-    check_direct_convolution(dtype, format, arch, arch == 90 and hopper.has_copies())
+    check_direct_convolution(dtype, format, arch, arch == 90 and HAS_OVERLAPPING_VIEWS)
 
 
-@with_copies
+@with_overlapping_views
 @by_format
 def test_direct_convolution_of_float32(format):
     check_direct_convolution(torch.float32, format, 90, True)
@@ -316,7 +319,7 @@ def check_direct_convolution(dtype, format, arch, on_hopper):
 def test_float32_is_direct_on_hopper_alone(arch):
     input, weight = images(torch.float32), torch.empty(CHANNELS, CHANNELS, 3, 3, device=META)
     taken = answer(lambda: direct_convolution.takes(input, weight, GEOMETRY, True), arch)
-    assert taken == (arch == 90 and hopper.has_copies())
+    assert taken == (arch == 90 and HAS_OVERLAPPING_VIEWS)
 
 
 def answer(question, arch):
@@ -326,7 +329,7 @@ def answer(question, arch):
     return answers[0]
 
 
-@with_copies
+@with_overlapping_views
 @by_architecture
 def test_kernels_for_hopper_are_for_it_alone(arch):
     taps, config = direct_convolution.forward_convolution(GEOMETRY), weight_gradient_hopper.WeightGradientConfig()

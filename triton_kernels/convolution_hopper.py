@@ -45,7 +45,7 @@ from triton_kernels.convolution_tiling import (
 )
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.grid import blocks_of
-from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
+from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_convolutions, takes_input
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -64,7 +64,7 @@ def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneCo
     The copy engine must take the input, which is channels_last, and an output of 16-bit numbers too.
     """
     if not (
-        runs_hopper_kernels(input.device)
+        runs_hopper_convolutions(input.device)
         and input.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and input.dtype == output.dtype
         and 0 not in (input.numel(), output.numel())

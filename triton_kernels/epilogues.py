@@ -1,6 +1,6 @@
 """Epilogues of ``linear_kernel``: what is done with a tile of input @ weight.T while it is still in registers.
 
-Each is a jit function of (accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE):
+Each is a jit function of (accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE, DTYPE):
 
 - accumulator: [BLOCK_M, BLOCK_N] in float32, at place = (row, column, M, N)
 - output, saved: where the results go, stored by STORE; saved is None where nothing is kept for the backward pass
@@ -8,6 +8,7 @@ Each is a jit function of (accumulator, place, output, saved, vectors, scalars, 
   is used here they have in common, so that both kinds of kernel share these functions
 - vectors: (linear_bias, bias, norm_weight, norm_bias), pointers to [N]; each may be None and then counts as 0, 0, 1, 0
 - scalars: (min_val, max_val, eps)
+- DTYPE: of the operands, and so of z = input @ weight.T + linear_bias + bias wherever it is stored
 """
 
 import triton
@@ -44,6 +45,18 @@ def widen(values):
         else "cvt.f32.f16 $0, $1;"
     )
     return tl.inline_asm_elementwise(CONVERSION, "=f,h", [values], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def overflow(z, DTYPE: tl.constexpr):
+    """z with infinity for what rounding to float16 would make infinite; other values keep all their digits.
+
+    The backward pass reads z as it was stored, rounded. A z that is finite in the forward pass alone would give finite
+    results and NaN for all gradients; PyTorch, which rounds in between, has no finite result either.
+    """
+    if DTYPE == tl.float16:
+        z = tl.where(tl.abs(z) < 65520.0, z, z * float("inf"))
+    return z
 
 
 @triton.jit
@@ -85,18 +98,20 @@ def group_norm_tile(
 
 
 @triton.jit
-def bias_epilogue(accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr):
+def bias_epilogue(
+    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
+):
     """output = accumulator + linear_bias + bias"""
     STORE(output, place, add_biases(accumulator, place, vectors, INDICES))
 
 
 @triton.jit
 def hardtanh_mish_group_norm_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr
+    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
 ):
     """output = group_norm(mish(hardtanh(z))), saved = z, with z = accumulator + linear_bias + bias"""
     min_val, max_val, eps = scalars
-    z = add_biases(accumulator, place, vectors, INDICES)
+    z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
     if saved is not None:
         STORE(saved, place, z)
     y, normalized, rstd = group_norm_tile(hardtanh_mish(z, min_val, max_val), place, vectors, eps, INDICES, GROUP_SIZE)
@@ -105,11 +120,11 @@ def hardtanh_mish_group_norm_epilogue(
 
 @triton.jit
 def group_norm_hardtanh_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr
+    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
 ):
     """output = hardtanh(group_norm(z)), saved = z, with z = accumulator + linear_bias + bias"""
     min_val, max_val, eps = scalars
-    z = add_biases(accumulator, place, vectors, INDICES)
+    z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
     if saved is not None:
         STORE(saved, place, z)
     y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE)
@@ -118,13 +133,13 @@ def group_norm_hardtanh_epilogue(
 
 @triton.jit
 def group_norm_row_minimum_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr
+    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
 ):
     """output, saved = this tile's part of the row minimum of group_norm(accumulator + linear_bias + bias)"""
     min_val, max_val, eps = scalars
     row, column, M, N = place
     BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = add_biases(accumulator, place, vectors, INDICES)
+    z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
     y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE, float("inf"))
     y = tl.reshape(y, normalized.shape)
     # Past the last column the norm's bias makes y infinite, or leaves it NaN where the input's row is not finite: all

@@ -1,29 +1,30 @@
 """Where the kernels written in Gluon for Hopper run, and the images they take; this loads no Gluon itself."""
 
-import functools
-
 import torch
 from torch._subclasses import FakeTensor
 
 from triton_kernels.device import INTERPRETED, architecture
-
-
-@functools.cache
-def has_copies() -> bool:
-    """Triton 3.9 gives the copies other names; there the portable kernels run."""
-    from triton.experimental.gluon.language.nvidia.hopper import tma
-
-    return hasattr(tma, "async_copy_global_to_shared")
+from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 
 def takes_hopper_kernels(architecture: int) -> bool:
-    """Compute capability 9.0, kernels that are compiled, not interpreted, and a Triton that has what they call."""
-    return not INTERPRETED and architecture == 90 and has_copies()
+    """Compute capability 9.0, and kernels that are compiled, not interpreted."""
+    return not INTERPRETED and architecture == 90
+
+
+def takes_hopper_convolutions(architecture: int) -> bool:
+    """``takes_hopper_kernels``, and a Triton that can compile those of the convolution; else the portable one runs."""
+    return takes_hopper_kernels(architecture) and HAS_OVERLAPPING_VIEWS
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
     """``takes_hopper_kernels`` of the device's architecture."""
     return takes_hopper_kernels(architecture(device))
+
+
+def runs_hopper_convolutions(device: torch.device) -> bool:
+    """``takes_hopper_convolutions`` of the device's architecture."""
+    return takes_hopper_convolutions(architecture(device))
 
 
 def is_channels_last(image: torch.Tensor) -> bool:

@@ -46,8 +46,10 @@ def launch(
     kernel: triton.runtime.JITFunction, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any
 ) -> None:
     """``kernel[grid](*arguments, **options)`` on ``device``: Triton would take the current one."""
-    if not INTERPRETED and architecture(device) >= 90:
-        options["launch_pdl"] = True
+    if not INTERPRETED:
+        options["enable_fp_fusion"] = True  # the interpreter has no such option
+        if architecture(device) >= 90:
+            options["launch_pdl"] = True
     with current(device):
         if _thread.watcher is None:
             kernel[grid](*arguments, **options)

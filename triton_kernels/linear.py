@@ -13,6 +13,7 @@ from triton_kernels.launch import launch, wait_for_launch_before
 
 #: How float32 matrices are multiplied to float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 #: Triton's interpreter would multiply the bits of bfloat16 numbers, so there the operands are converted first.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -171,6 +172,7 @@ def linear_kernel(
     STORE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -193,12 +195,14 @@ def linear_kernel(
         )
         # fmt: on
         if STRIPS == 1:
-            EPILOGUE(accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)
+            EPILOGUE(
+                accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE
+            )
         else:
             left, right = halves(accumulator)
-            EPILOGUE(left, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)
+            EPILOGUE(left, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE)
             column += BLOCK_N // 2
-            EPILOGUE(right, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)
+            EPILOGUE(right, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE)
 
 
 @triton.jit
@@ -218,6 +222,7 @@ def linear_rest_kernel(
     STORE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -245,7 +250,9 @@ def linear_rest_kernel(
                     LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                 )
                 # fmt: on
-                EPILOGUE(accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE)
+                EPILOGUE(
+                    accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE
+                )
 
 
 def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
@@ -321,6 +328,7 @@ def linear(
         STORE=store_tile if by_descriptor else store_pointers,
         EPILOGUE=epilogue,
         GROUP_SIZE=group_size,
+        DTYPE=_TRITON_DTYPES[input.dtype],
         INPUT_PRECISION=input_precision,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

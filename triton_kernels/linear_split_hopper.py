@@ -24,7 +24,9 @@ from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOper
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import tile_place
+from triton_kernels.versions import HAS_ASYNC_LOAD
 
+async_load = tma.async_load if HAS_ASYNC_LOAD else tma.async_copy_global_to_shared
 #: Of a tile of an operand, rows or depth first.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -50,9 +52,9 @@ def store_registers(target, place, tile):
 def copy_tile(operand, row, depth, tile, barrier, DEPTH_FIRST: gl.constexpr):
     """Copy an operand's tile at (row, depth) into shared memory."""
     if DEPTH_FIRST:
-        tma.async_copy_global_to_shared(operand, [depth, row], barrier, tile)
+        async_load(operand, [depth, row], barrier, tile)
     else:
-        tma.async_copy_global_to_shared(operand, [row, depth], barrier, tile)
+        async_load(operand, [row, depth], barrier, tile)
 
 
 @gluon.jit
@@ -162,7 +164,18 @@ def multiply(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         total *= gl.expand_dims(gl.load(input_scale + row + rows, mask=rows < M - row, other=1.0), 1)
         total *= gl.expand_dims(gl.load(weight_scale + column + columns, mask=columns < N - column, other=1.0), 0)
-        EPILOGUE(total, (row, column, M, N), output, saved, vectors, scalars, store_registers, indices, GROUP_SIZE)
+        EPILOGUE(
+            total,
+            (row, column, M, N),
+            output,
+            saved,
+            vectors,
+            scalars,
+            store_registers,
+            indices,
+            GROUP_SIZE,
+            gl.float32,
+        )
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.column_sums import column_sums
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of, next_power_of_2
-from triton_kernels.hopper import runs_hopper_kernels
+from triton_kernels.hopper import runs_hopper_convolutions
 from triton_kernels.launch import launch, wait_for_launch_before
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
@@ -335,7 +335,7 @@ def supports(
     takes: strides and addresses in multiples of 16 bytes, so channels in multiples of 8.
     """
     return (
-        runs_hopper_kernels(input.device)
+        runs_hopper_convolutions(input.device)
         and input.dtype == gradient.dtype
         and input.dtype in (torch.bfloat16, torch.float16)
         and all(1 <= size <= 3 for size in kernel_size)

@@ -72,7 +72,7 @@ def hopper_problem(kernel_size, dilation, shift):
 def on_hopper(monkeypatch):
     """As on a GPU that has them; all else of their modules is their own."""
     for module in (direct_convolution, convolution_hopper, weight_gradient_hopper):
-        monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)
+        monkeypatch.setattr(module, "runs_hopper_convolutions", lambda device: True)
     convolutions = types.SimpleNamespace(
         supports=convolution_hopper.supports,
         partial_count=lambda input, output, convolution: 1,

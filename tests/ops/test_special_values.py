@@ -1,5 +1,6 @@
 """Promise: NaN and infinities go where PyTorch puts them, jumps fall as PyTorch's, and extreme data stays accurate."""
 
+import dataclasses
 import math
 
 import pytest
@@ -71,6 +72,23 @@ def test_one_special_value_anywhere(chain, dtype):
                 continue  # below
             arguments = place(make_arguments(chain, SMALL, dtype), name, value)
             same_places(chain.function(**arguments), chain.plain(**arguments), f"the result for {value} in {name}")
+
+
+@pytest.mark.parametrize("problem", GROUPINGS, ids=lambda problem: f"groups_of_{problem.group_size}")
+@pytest.mark.parametrize("chain", [L94, L75, L30], ids=chain_id)
+def test_products_beyond_float16(chain, problem):
+    """z is infinite where float16 has no such number, in the forward pass as in the backward pass, and in PyTorch."""
+    arguments = make_arguments(chain, dataclasses.replace(problem, rows=12), torch.float16)
+    arguments["weight"][3] *= 100.0
+    arguments["linear_bias"][3] = 65504.0  # some rows are beyond it by more than half a step, 16, and some are not
+    if chain is L94:  # else its hardtanh brings all back
+        arguments["min_val"], arguments["max_val"] = -math.inf, math.inf
+    grad_output = torch.ones_like(chain.plain(**arguments))
+    ours, theirs = (run(function, arguments, grad_output) for function in (chain.function, chain.plain))
+    finite = theirs["output"].isfinite()
+    assert finite.any() and not finite.all()
+    for name in ["output"] if chain is L75 else theirs:  # a minimum's gradient reaches its own group alone
+        assert torch.equal(ours[name].isfinite(), theirs[name].isfinite()), name
 
 
 def norm_weight_of(chain):

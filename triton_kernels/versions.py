@@ -1,0 +1,40 @@
+"""Which Tritons the kernels are tested with, and what differs between them. This loads no Gluon."""
+
+import warnings
+
+import triton
+
+#: `make matrix` compiles every kernel with the newest release of each.
+TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor number of a version such as "3.9.0" or "3.9.0+git1234"."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+VERSION = version_of(triton.__version__)
+
+#: The copy engine's functions in Gluon are ``async_load`` and ``async_store``; before, ``async_copy_global_to_shared``
+#: and ``async_copy_shared_to_global``, names that 3.9 keeps for functions that raise.
+HAS_ASYNC_LOAD = VERSION >= (3, 8)
+#: A view of shared memory may begin anywhere, in the middle of a tile too, and reach beyond its source. The convolution
+#: and its weight gradient read overlapping windows of an image in that way; 3.8 and 3.9 have no such views
+#: (docs/convolution.md tells what was tried).
+HAS_OVERLAPPING_VIEWS = VERSION < (3, 8)
+
+
+def warn_if_untested(version: tuple[int, int] = VERSION) -> None:
+    """One RuntimeWarning for a Triton newer than those tested."""
+    if version > TESTED[-1]:
+        tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
+        warnings.warn(
+            f"triton {version[0]}.{version[1]} is newer than those that normfuse is tested with ({tested}): kernels may"
+            " fail to compile",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+warn_if_untested()
