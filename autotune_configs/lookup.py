@@ -98,9 +98,11 @@ def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]
     """All entries for a GPU with the tables that they are from, and the logarithms of their sizes [entries, sizes], by
     what is no size; the user's own first."""
     found: dict[tuple, list[tuple[Entry, str]]] = {}
-    paths = tables.shipped_for(gpu)
+    paths: list[tuple[Path, Gpu]] = []
     with tables.skipping():
-        paths.insert(0, (tables.user_path(gpu), gpu))
+        paths.append((tables.user_path(gpu), gpu))
+    with tables.skipping():
+        paths += tables.shipped_for(gpu)
     for path, its_gpu in paths:
         for entry in tables.read(path, its_gpu):
             kernel = KERNELS.get(entry.problem.kernel)

@@ -23,8 +23,8 @@ from autotune_configs.problem import Problem
 
 #: More than any size of a problem or a config.
 _LARGEST_SIZE = 2**40
-#: More bytes than any table has (60,000 entries): a larger file is not read.
-_LARGEST_TABLE = 2**24
+#: Bytes of 13,000 entries, 25 times the H200's shipped ones, and a second to read: a larger file is not read.
+_LARGEST_TABLE = 2**22
 #: Seconds to wait for another process that writes a table, which takes milliseconds.
 _PATIENCE = 10.0
 #: Seconds between two tries to get a lock.
@@ -114,7 +114,7 @@ def user_folder() -> Path:
     try:
         return Path(named or _cache_folder()).expanduser()
     except RuntimeError as error:
-        reason = f"no home folder is known; {FOLDER_VARIABLE} names another folder"
+        reason = f"no such home folder is known, and {FOLDER_VARIABLE} names no other folder"
         raise FileNotFoundError(errno.ENOENT, reason, named or "~/.cache/normfuse/tables") from error
 
 
@@ -205,22 +205,25 @@ def warn_once(place: object, message: str) -> None:
 
 def store(path: Path, gpu: Gpu, entry: Entry) -> None:
     """Put an entry into a table, in place of one for the same problem. Raises OSError where the table cannot be read or
-    written; then it is as it was.
+    written; then no entry of it is lost.
 
     Readers, and whoever stores at the same time, meet the table from before or from after. A file that is no table, or
     another GPU's, is kept beside the new one, with a warning. A link stays one: the file behind it is written.
     """
     _refuse_link_to_nothing(path)
-    path = Path(os.path.realpath(path))
-    with locked(path):
+    file = Path(os.path.realpath(path))
+    with locked(file):
         try:
-            entries = entries_of(path, gpu)
+            entries = entries_of(file, gpu)
         except ValueError as error:
-            entries, damaged = (), _unused_name(path)
+            entries, damaged = (), _unused_name(file)
             warn_once(path, f"{path} is kept as {damaged}: {error}")
-            os.rename(path, damaged)
+            os.rename(file, damaged)
         others = [each for each in entries if each.problem != entry.problem]
-        write_atomically(path, render(gpu, [*others, entry]))
+        text = render(gpu, [*others, entry])
+        if len(text) > _LARGEST_TABLE:
+            raise OSError(errno.EFBIG, "larger than any table would be", str(path))
+        write_atomically(file, text)
         read.cache_clear()
 
 

@@ -244,6 +244,11 @@ def test_a_table_behind_a_link_stays_there(folder, tmp_path):
     tables.store(path, GPU, entry(SECOND, m=2048))
     assert path.is_symlink()
     assert tables.read(elsewhere, GPU) == (entry(), entry(SECOND, m=2048))
+    elsewhere.write_text("notes of mine")
+    with pytest.warns(RuntimeWarning, match=f"{path} is ") as told:
+        assert tables.read(path, GPU) == ()
+        tables.store(path, GPU, entry())
+    assert len(told) == 1
 
 
 def test_a_table_with_a_byte_order_mark(folder):
@@ -262,6 +267,27 @@ def test_a_partial_file_that_was_left_behind(folder):
     tables.store(path, GPU, entry(SECOND, m=2048))
     assert tables.read(path, GPU) == (entry(), entry(SECOND, m=2048))
     assert not list(folder.glob("*.partial"))
+
+
+def test_a_table_does_not_grow_beyond_what_is_read(folder, monkeypatch):
+    path = tables.user_path(GPU)
+    tables.store(path, GPU, entry())
+    monkeypatch.setattr(tables, "_LARGEST_TABLE", path.stat().st_size + 100)
+    with pytest.raises(OSError, match="larger than any table would be"):
+        tables.store(path, GPU, entry(m=2048))
+    assert tables.read(path, GPU) == (entry(),)
+
+
+def test_shipped_tables_that_cannot_be_listed(folder, monkeypatch):
+    """With too many open files, say."""
+
+    def fail(self, pattern):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+
+    monkeypatch.setattr(Path, "glob", fail)
+    kin = Gpu.called("NVIDIA H100 PCIe")
+    with pytest.warns(RuntimeWarning, match=f"{tables.shipped_folder()} is skipped: Too many open files"):
+        assert lookup.find(entry().problem, kin).entry is None
 
 
 def test_a_full_disk_leaves_the_old_table(folder, monkeypatch):
