@@ -1,6 +1,7 @@
 """The command line of ``python -m autotune_configs``: sweep, show, check."""
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -71,11 +72,18 @@ def _gpu(text: str) -> Gpu:
         raise argparse.ArgumentTypeError(error) from None
 
 
+def _own_folder() -> str:
+    try:
+        return str(tables.user_folder())
+    except OSError as error:
+        return f"{error.filename} ({error.strerror})"
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog="autotune_configs",
         description="Find, show and check the configs (block sizes and the like) that kernels run with. Lists are "
-        f"separated by commas. Tables of your own lie in {tables.user_folder()}; {tables.FOLDER_VARIABLE} names "
+        f"separated by commas. Tables of your own lie in {_own_folder()}; {tables.FOLDER_VARIABLE} names "
         "another folder. Exit status: 0, 1 if something is found wrong, 2 for a bad argument.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -199,15 +207,15 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
     gpu = Gpu.of(device)
     problems = _problems(_cases(options, parser), options, parser, gpu)
     try:
-        tables.user_folder().mkdir(parents=True, exist_ok=True)
-        with tables.locked(tables.user_path(gpu)):
-            pass
+        table = tables.user_path(gpu)
+        with tables.locked(table), contextlib.suppress(ValueError):  # what is no table is kept beside the new one
+            tables.entries_of(table, gpu)
     except OSError as error:
-        parser.error(f"cannot write to {tables.user_folder()}: {error.strerror}")
+        parser.error(f"cannot write your tables: {error}")
     dropped = [f"--{name}" for name in ("again", "quick") if getattr(options, name)]
     interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
     with (
-        reporting.SweepReport(gpu, tables.user_path(gpu), len(problems), dropped) as report,
+        reporting.SweepReport(gpu, table, len(problems), dropped) as report,
         Precompiler(gpu, options.processes) as precompiler,
     ):
         return report.run(
@@ -250,7 +258,9 @@ def _show(options: argparse.Namespace, parser: _Parser) -> int:
 def _check(options: argparse.Namespace, parser: _Parser) -> int:
     if INTERPRETED:
         parser.error("kernels do not compile with TRITON_INTERPRET=1 set")
-    folders = tables.shipped_folder(), tables.user_folder()
+    folders = [tables.shipped_folder()]
+    with tables.skipping():
+        folders.append(tables.user_folder())
     paths = options.tables or [path for folder in folders for path in sorted(folder.glob("*.json"))]
     for path in paths:
         if not path.is_file():

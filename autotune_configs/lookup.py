@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Found:
 
     def is_of(self, gpu: Gpu) -> bool:
         """Whether it is from one of the GPU's own tables."""
-        return self.table in (str(tables.user_path(gpu)), str(tables.shipped_path(gpu)))
+        return self.table is not None and Path(self.table).name == tables.shipped_path(gpu).name
 
 
 def find(problem: Problem, gpu: Gpu) -> Found:
@@ -97,7 +98,12 @@ def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]
     """All entries for a GPU with the tables that they are from, and the logarithms of their sizes [entries, sizes], by
     what is no size; the user's own first."""
     found: dict[tuple, list[tuple[Entry, str]]] = {}
-    for path, its_gpu in [(tables.user_path(gpu), gpu), *tables.shipped_for(gpu)]:
+    paths: list[tuple[Path, Gpu]] = []
+    with tables.skipping():
+        paths.append((tables.user_path(gpu), gpu))
+    with tables.skipping():
+        paths += tables.shipped_for(gpu)
+    for path, its_gpu in paths:
         for entry in tables.read(path, its_gpu):
             kernel = KERNELS.get(entry.problem.kernel)
             if kernel and kernel.takes(entry.problem):

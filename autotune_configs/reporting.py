@@ -40,7 +40,6 @@ class SweepReport:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console, transient=True)
         self._task = self._progress.add_task("", total=problems)
-        self._table = table
         self._how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
         self._tried = 0
         self.results: list[Result] = []
@@ -80,9 +79,6 @@ class SweepReport:
             self._console.print(f"[red]the GPU answers nothing any more, after {escape(str(error))}[/]")
             self._console.print(f"{self._how_on} goes on after it, in a new process.")
             return 1
-        except OSError as error:
-            self._console.print(f"[red]cannot write {escape(str(self._table))}: {error.strerror}[/]")
-            return 2
         finally:
             late = sum(not result.is_whole for result in self.results)
             if late:
@@ -96,6 +92,8 @@ def _line(result: Result) -> str:
     entry, refused = result.entry, sum(outcome.ratio is None for outcome in result.outcomes)
     text = f"{escape(str(result.problem))}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, "
     text += f"of {len(result.outcomes)} configs ({refused} refused): {_settings(entry.config)}"
+    if result.error is not None:
+        return f"{text}: {escape(str(result.skipped))}"
     return text + ("" if result.is_whole else " (so far)")
 
 
@@ -127,7 +125,7 @@ def check(paths: list[Path], processes: int) -> int:
     for path in paths:
         try:
             gpu, entries = read_strictly(path)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             faults.append(f"{path}: {error}")
             continue
         launches: dict[tuple, tuple[Problem, Config]] = {}

@@ -37,6 +37,9 @@ _WORTHWHILE = 0.99
 #: Milliseconds of calls that one timing takes at most, and how many calls it has where one takes longer than that.
 _LONGEST_TIMING = 2.0
 _FEWEST_CALLS = 3
+#: Seconds to wait, after the budget's, for another sweep of the same problem: it may have begun later, and takes a
+#: little longer than its own budget.
+_LONGER = 20.0
 Call = Callable[[], object]
 #: Milliseconds that a call takes.
 Clock = Callable[[Call], float]
@@ -55,7 +58,8 @@ class Outcome:
 @dataclass
 class Result:
     """What became of a problem. ``entry`` is None where there is a reason for that in ``skipped``; ``is_whole`` says
-    whether time sufficed."""
+    whether it is done with. ``error`` is what kept the entry from being stored, or the problem from being swept: the
+    same sweep goes on from what was measured."""
 
     problem: Problem
     entry: Entry | None = None
@@ -63,11 +67,12 @@ class Result:
     is_whole: bool = True
     skipped: str | None = None
     failed: bool = False  # it is skipped because something is wrong
+    error: OSError | None = None
 
     @property
     def is_red(self) -> bool:
         """Whether some config's results were wrong, or the problem could not be swept."""
-        return self.failed or any(outcome.is_wrong for outcome in self.outcomes)
+        return self.failed or self.error is not None or any(outcome.is_wrong for outcome in self.outcomes)
 
 
 class DeviceLost(Exception):
@@ -84,8 +89,8 @@ class Journal:
         """What is known already. A line that was cut off as it was written is no loss but its own."""
         known = {}
         with contextlib.suppress(FileNotFoundError):
-            for line in self._path.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            for line in tables.content(self._path).decode(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     item = json.loads(line)
                     ratio, reason = item["ratio"], item["reason"]
                     measured = ratio is not None and math.isfinite(ratio)
@@ -288,21 +293,17 @@ def _search(problem, device, journal, **options) -> Result:
     return Result(problem, skipped="too little memory is free", failed=True)
 
 
-def _has_better(entry: Entry, gpu: Gpu) -> bool:
-    """Whether the user's table has a better entry for the problem than this one, of a sweep that was cut short."""
-    entries = tables.read(tables.user_path(gpu), gpu)
-    return any(each.problem == entry.problem and each.ratio < entry.ratio for each in entries)
+def _stored(problem: Problem, gpu: Gpu) -> Entry | None:
+    """The user's entry for just this problem, as the table is now. Raises OSError where that cannot be read."""
+    with contextlib.suppress(ValueError):  # what is no table is kept beside the one that is stored
+        for entry in tables.entries_of(tables.user_path(gpu), gpu):
+            if entry.problem == problem:
+                return entry
+    return None
 
 
 def journal_path(problem: Problem, gpu: Gpu) -> Path:
     return tables.user_folder() / "sweeps" / gpu.file_name / (str(problem).replace(" ", "_") + ".jsonl")
-
-
-def has_entry(problem: Problem, gpu: Gpu) -> bool:
-    """Whether the user's table has an entry for just this problem, by this version of Triton."""
-    tables.read.cache_clear()  # another process may have written it
-    entries = tables.read(tables.user_path(gpu), gpu)
-    return any(entry.problem == problem and entry.triton == triton.__version__ for entry in entries)
 
 
 def sweep_and_store(
@@ -321,31 +322,39 @@ def sweep_and_store(
     Problems that the table has are passed over unless ``again``, which begins with the first once more; those of a
     sweep that was not whole are gone on with, but not by a quick one, and one that was whole stays so. After
     ``budget`` seconds the problem under way ends with the best so far, and those left are passed over. ``options`` are
-    those of ``Search``. Raises OSError where the table cannot be written, DeviceLost where nothing more can be run.
+    those of ``Search``. Where the table cannot be read or written, the result says so, and the next problem's turn
+    comes. Raises DeviceLost where nothing more can be run.
     """
     gpu = Gpu.of(device)
     end = math.inf if budget is None else time.monotonic() + budget
     results = []
     for problem in problems:
-        path = journal_path(problem, gpu)
-        with tables.locked(path):  # where another sweep has it under way, it is done when our turn comes
-            is_known = has_entry(problem, gpu)
-            was_whole = is_known and not path.exists()
-            if not again and (is_known if is_quick else was_whole):
-                result = Result(problem, skipped="in the table already")
-            elif time.monotonic() >= end:
-                result = Result(problem, is_whole=False, skipped="no time left")
-            else:
-                on_problem(problem)
-                journal = Journal(path)
-                result = _search(
-                    problem, device, journal, is_quick=is_quick, is_late=lambda: time.monotonic() >= end, **options
-                )
-                if result.entry is not None and (result.is_whole or not _has_better(result.entry, gpu)):
-                    tables.store(tables.user_path(gpu), gpu, result.entry)
-                    lookup.forget()  # from here on it is known, also to the problems that follow
-                if result.is_whole or (was_whole and is_quick):
-                    journal.end()
+        result = Result(problem)
+        try:
+            path = journal_path(problem, gpu)
+            # Where another sweep has it under way, it is done when our turn comes.
+            with tables.locked(path, patience=end - time.monotonic() + _LONGER):
+                known = _stored(problem, gpu)
+                is_known = known is not None and known.triton == triton.__version__
+                was_whole = is_known and not path.exists()
+                if not again and (is_known if is_quick else was_whole):
+                    result = Result(problem, skipped="in the table already")
+                elif time.monotonic() >= end:
+                    result = Result(problem, is_whole=False, skipped="no time left")
+                else:
+                    on_problem(problem)
+                    journal = Journal(path)
+                    result = _search(
+                        problem, device, journal, is_quick=is_quick, is_late=lambda: time.monotonic() >= end, **options
+                    )
+                    entry = result.entry
+                    if entry and (result.is_whole or known is None or entry.ratio <= known.ratio):
+                        tables.store(tables.user_path(gpu), gpu, entry)
+                        lookup.forget()  # from here on it is known, also to the problems that follow
+                    if result.is_whole or (was_whole and is_quick):
+                        journal.end()
+        except OSError as error:
+            result.is_whole, result.skipped, result.error = False, f"not stored: {error}", error
         results.append(result)
         on_result(result)
     return results

@@ -1,11 +1,18 @@
-"""Tables of configs: one JSON file a GPU, those shipped with the package and the user's own, which win."""
+"""Tables of configs: one JSON file a GPU, those shipped with the package and the user's own, which win.
+
+A lookup never fails because of a table: what cannot be read, or is no table, is skipped with one warning. What writes
+tables raises OSError instead, and leaves a file that it could not read as it is.
+"""
 
 import contextlib
+import errno
 import fcntl
 import functools
+import itertools
 import json
-import math
 import os
+import stat
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,8 +23,18 @@ from autotune_configs.problem import Problem
 
 #: More than any size of a problem or a config.
 _LARGEST_SIZE = 2**40
+#: Bytes of 13,000 entries, 25 times the H200's shipped ones, and a second to read: a larger file is not read.
+_LARGEST_TABLE = 2**22
+#: Seconds to wait for another process that writes a table, which takes milliseconds.
+_PATIENCE = 10.0
+#: Seconds between two tries to get a lock.
+_PAUSE = 0.02
+#: Characters of a warning, at most: what is wrong may be quoted.
+_LONGEST_WARNING = 600
 #: Names another folder for the user's own tables.
 FOLDER_VARIABLE = "NORMFUSE_TABLES"
+#: The places that this process has warned of.
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -47,13 +64,18 @@ class Entry:
         for text in (problem.precision, problem.layout):
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{text!r} is no text")
-        for number in (*problem.sizes, *item["config"].values()):
-            if type(number) is not int or not 1 <= number <= _LARGEST_SIZE:
-                raise ValueError(f"{number!r} is no size")
+        _check_sizes(*problem.sizes, *item["config"].values())
+        for number in (item["ratio"], item["microseconds"]):
+            if type(number) not in (int, float) or not 0 <= number <= _LARGEST_SIZE:
+                raise ValueError(f"{number!r} is no measurement")
         ratio, microseconds = float(item["ratio"]), float(item["microseconds"])
-        if not (math.isfinite(ratio) and math.isfinite(microseconds)):
-            raise ValueError(f"{ratio} or {microseconds} is no measurement")
         return cls(problem, dict(item["config"]), ratio, microseconds, item["triton"], item["date"])
+
+
+def _check_sizes(*numbers: object) -> None:
+    for number in numbers:
+        if type(number) is not int or not 1 <= number <= _LARGEST_SIZE:
+            raise ValueError(f"{number!r} is no size")
 
 
 def shipped_folder() -> Path:
@@ -75,7 +97,7 @@ def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
         return [(shipped_path(gpu), gpu)]
     found = []
     for path in sorted(shipped_folder().glob("*.json")):
-        with contextlib.suppress(ValueError):  # a damaged one is told of on its own GPU
+        with contextlib.suppress(OSError, ValueError):  # a damaged one is told of on its own GPU
             other, _ = read_strictly(path)
             few, many = sorted((gpu.multiprocessors, other.multiprocessors))
             if other.architecture == gpu.architecture and 2 * few > many:
@@ -84,15 +106,24 @@ def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
 
 
 def user_folder() -> Path:
-    """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder."""
+    """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder.
+
+    Raises OSError where that is in a home folder and none is known.
+    """
     named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named).expanduser()
+    try:
+        return Path(named or _cache_folder()).expanduser()
+    except RuntimeError as error:
+        reason = f"no such home folder is known, and {FOLDER_VARIABLE} names no other folder"
+        raise FileNotFoundError(errno.ENOENT, reason, named or "~/.cache/normfuse/tables") from error
+
+
+def _cache_folder() -> str:
     try:
         from platformdirs import user_cache_dir  # not to be loaded by ``import ops``
     except ImportError:  # packages borrowed from a GPU machine without a network: its rule for Linux
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normfuse" / "tables"
-    return Path(user_cache_dir("normfuse")) / "tables"
+        return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "normfuse", "tables")
+    return os.path.join(user_cache_dir("normfuse"), "tables")
 
 
 def user_path(gpu: Gpu) -> Path:
@@ -100,49 +131,105 @@ def user_path(gpu: Gpu) -> Path:
 
 
 def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
-    """The GPU and the entries of a table. Raises ValueError for what is none."""
+    """The GPU and the entries of a table. Raises OSError for what cannot be read, ValueError for what is no table: one
+    wrong value in one entry is enough for that."""
+    text = content(path)
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(text)
         gpu = Gpu(**table["gpu"])
-        for value, kind in zip(asdict(gpu).values(), (str, int, int, int), strict=True):
-            if type(value) is not kind:
-                raise TypeError(f"{value!r} is nothing of a GPU")
+        name, *numbers = asdict(gpu).values()
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is no text")
+        _check_sizes(*numbers)
         return gpu, tuple(map(Entry.from_json, table["entries"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no table of configs ({type(error).__name__}: {error})") from error
+
+
+def content(path: Path) -> bytes:
+    """A file as a whole. Raises OSError also for what is no file: reading a FIFO or a device may never return."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    if status.st_size > _LARGEST_TABLE:
+        raise OSError(errno.EFBIG, "larger than any table", str(path))
+    return path.read_bytes()
+
+
+def _refuse_link_to_nothing(path: Path) -> None:
+    """Raises OSError where the table, or a folder that it is in, is a link whose target is not there (an unmounted
+    disk, say): then a table may be there another time."""
+    for part in (path, *path.parents):
+        if os.path.islink(part) and not os.path.exists(part):
+            raise FileNotFoundError(errno.ENOENT, f"{part} is a link to nothing", str(path))
+
+
+def entries_of(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
+    """A table's entries as they are now, none where there is no file. Raises OSError for what cannot be read,
+    ValueError for what is no table, or another GPU's."""
+    try:
+        its_gpu, entries = read_strictly(path)
+    except FileNotFoundError:
+        _refuse_link_to_nothing(path)
+        return ()
+    if its_gpu.name != gpu.name:
+        raise ValueError(f"of another GPU, {its_gpu.name!r}")
+    return entries
 
 
 @functools.cache
 def read(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
-    """A table's entries; none where there is no file, or, with one warning, where it is no table, or another GPU's."""
+    """A table's entries; none where there is no file, or, with one warning, where it cannot be read, is no table, or
+    another GPU's."""
+    with skipping(path):
+        return entries_of(path, gpu)
+    return ()
+
+
+@contextlib.contextmanager
+def skipping(place: Path | None = None) -> Iterator[None]:
+    """Passes over what cannot be read or is no table, with one warning a process and place (that of the OSError)."""
     try:
-        if not path.is_file():
-            return ()
-        its_gpu, entries = read_strictly(path)
-        if its_gpu.name != gpu.name:
-            raise ValueError(f"of another GPU, {its_gpu.name!r}")
-        return entries
+        yield
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is skipped: {error}", RuntimeWarning, stacklevel=2)
-        return ()
+        place = place or getattr(error, "filename", None)
+        warn_once(place, f"{place} is skipped: {getattr(error, 'strerror', None) or error}")
+
+
+def warn_once(place: object, message: str) -> None:
+    """A RuntimeWarning, if this is the first one about this place in this process."""
+    if str(place) not in _told:
+        _told.add(str(place))
+        warnings.warn(message[:_LONGEST_WARNING], RuntimeWarning, stacklevel=2)
 
 
 def store(path: Path, gpu: Gpu, entry: Entry) -> None:
-    """Put an entry into a table, in place of one for the same problem. Raises OSError where it cannot be written.
+    """Put an entry into a table, in place of one for the same problem. Raises OSError where the table cannot be read or
+    written; then no entry of it is lost.
 
-    Readers, and whoever stores at the same time, meet the table from before or from after. A damaged file is kept
-    beside the new table.
+    Readers, and whoever stores at the same time, meet the table from before or from after. A file that is no table, or
+    another GPU's, is kept beside the new one, with a warning. A link stays one: the file behind it is written.
     """
-    with locked(path):
-        entries = ()
-        if path.is_file():
-            try:
-                entries = read_strictly(path)[1]
-            except ValueError:
-                os.replace(path, path.with_name(path.name + ".damaged"))
+    _refuse_link_to_nothing(path)
+    file = Path(os.path.realpath(path))
+    with locked(file):
+        try:
+            entries = entries_of(file, gpu)
+        except ValueError as error:
+            entries, damaged = (), _unused_name(file)
+            warn_once(path, f"{path} is kept as {damaged}: {error}")
+            os.rename(file, damaged)
         others = [each for each in entries if each.problem != entry.problem]
-        write_atomically(path, render(gpu, [*others, entry]))
+        text = render(gpu, [*others, entry])
+        if len(text) > _LARGEST_TABLE:
+            raise OSError(errno.EFBIG, "larger than any table would be", str(path))
+        write_atomically(file, text)
         read.cache_clear()
+
+
+def _unused_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def render(gpu: Gpu, entries: list[Entry]) -> str:
@@ -153,19 +240,35 @@ def render(gpu: Gpu, entries: list[Entry]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file in one step: whoever reads it, or an interruption, never meets half of it."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Write a file in one step: whoever reads it, or an interruption, never meets half of it. One process at a time."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed
     try:
-        partial.write_text(text)
+        with open(partial, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """No other process holds this lock meanwhile; it ends with the process, however that ends."""
+def locked(path: Path, patience: float | None = None) -> Iterator[None]:
+    """No other process holds this lock meanwhile; it ends with the process, however that ends.
+
+    Raises TimeoutError where another one holds it for longer than ``patience`` seconds (default: 10).
+    """
+    end = time.monotonic() + (_PATIENCE if patience is None else patience)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(path.name + ".lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = path.with_name(path.name + ".lock")
+    with open(lock, "ab+", buffering=0) as file:  # for writing alone a FIFO would wait for a reader
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process holds it", str(lock)) from None
+                time.sleep(_PAUSE)
         yield

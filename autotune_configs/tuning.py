@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from autotune_configs import tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
@@ -18,6 +19,7 @@ _BUDGET = 20.0
 
 _is_on = os.environ.get(SWITCH_VARIABLE, "").lower() in ("1", "true", "yes", "on")
 _tried: set[tuple[Problem, torch.device]] = set()
+_is_possible = True  # until the folder of the tables fails
 #: One thread sweeps at a time; what it runs itself is not tuned.
 _lock = threading.Lock()
 _thread = threading.local()
@@ -25,7 +27,7 @@ _thread = threading.local()
 
 def is_on() -> bool:
     """Whether a problem that no table has is to be tuned when it is first met."""
-    return _is_on and not getattr(_thread, "sweeps", False)
+    return _is_on and _is_possible and not getattr(_thread, "sweeps", False)
 
 
 @contextlib.contextmanager
@@ -48,8 +50,10 @@ def tune_unseen_problems(enabled: bool = True) -> Iterator[None]:
 def tune_unseen(problem: Problem, device: torch.device) -> bool:
     """Sweep the problem where it can be and no table has it; returns whether a table has changed.
 
-    Whatever goes wrong costs a warning, and not the call that met the problem.
+    Whatever goes wrong costs a warning, and not the call that met the problem. Where the tables can be neither read nor
+    written, that is the last one: the next problem's sweep would be in vain too.
     """
+    global _is_possible
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or min(problem.sizes) < 1:
         return False
     with _lock:
@@ -61,7 +65,12 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
             return _sweep(problem, device)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
-            warnings.warn(f"{problem} is not tuned: {type(error).__name__}: {reason}", RuntimeWarning, stacklevel=2)
+            message = f"{problem} is not tuned: {type(error).__name__}: {reason}"
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                _is_possible = False
+                tables.warn_once(error.filename, f"{message}. Nor is any other in this process.")
+            else:
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
             return False
         finally:
             _thread.sweeps = False
@@ -77,6 +86,8 @@ def _sweep(problem: Problem, device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         (result,) = sweep.sweep_and_store([problem], device, budget=_BUDGET)
+    if result.error is not None:
+        raise result.error
     if result.failed:
         raise RuntimeError(result.skipped)
     return True

@@ -155,7 +155,44 @@ def test_bad_input_gets_one_line(folder, capsys, monkeypatch, arguments, message
 
 def test_a_folder_that_cannot_be_written(folder, capsys):
     folder.write_text("a file where the folder should be")
-    assert f"cannot write to {folder}" in refused(*SMALL, "4x32x8", capsys=capsys)
+    line = refused(*SMALL, "4x32x8", capsys=capsys)
+    assert "cannot write your tables" in line and str(folder) in line
+
+
+def test_a_table_that_cannot_be_read(folder, capsys):
+    tables.user_path(CPU_TABLE).mkdir(parents=True)
+    line = refused(*SMALL, "4x32x8", capsys=capsys)
+    assert "cannot write your tables" in line and str(tables.user_path(CPU_TABLE)) in line
+
+
+def test_a_folder_that_is_not_known(folder, capsys, monkeypatch):
+    """What needs it is refused, all else serves, with one warning."""
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, "~nosuchuser/x")
+    line = refused(*SMALL, "4x32x8", capsys=capsys)
+    assert "cannot write your tables" in line and "~nosuchuser/x" in line
+    with pytest.warns(RuntimeWarning, match="~nosuchuser/x") as told:
+        assert run("show", *SMALL[1:], "4x32x8,8x32x8", capsys=capsys)[0] == 0
+    assert len(told) == 1
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--help"])
+    assert exit.value.code == 0 and tables.FOLDER_VARIABLE in capsys.readouterr().out
+
+
+def test_what_was_not_stored_is_told(folder, capsys, monkeypatch):
+    result = Result(PROBLEM, entry(FIRST), is_whole=False, skipped="not stored: no space", error=OSError("no space"))
+    monkeypatch.setattr(cli.sweep, "sweep_and_store", lambda *_, on_result, **options: on_result(result))
+    status, output = run(*SMALL, "4x32x8", capsys=capsys)
+    assert status == 1 and "0.900 x heuristic" in output and "not stored: no space" in output
+    assert "The same command goes on with them" in output
+
+
+@pytest.mark.offline
+def test_check_names_a_table_that_cannot_be_read(folder, capsys):
+    path = tables.user_path(GPU)
+    folder.mkdir()
+    path.write_text(" " * (tables._LARGEST_TABLE + 1))
+    status, output = run("check", str(path), capsys=capsys)
+    assert status == 1 and "larger than any table" in output and "1 faults" in output
 
 
 def test_the_grid_is_the_linear_chains_and_others_keep_their_target(folder, capsys, monkeypatch):

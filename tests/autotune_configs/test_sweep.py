@@ -1,5 +1,7 @@
 """A sweep: finds the fastest config that is right, loses nothing when it is stopped, ends in time."""
 
+import errno
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -246,7 +248,10 @@ def lose(search, outcome):
     raise sweep.DeviceLost(outcome.reason)
 
 
-@pytest.mark.parametrize("line", ["[" * 5000, "[]", "5", "notes", '{"triton": null}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 5000, "[]", "5", "notes", '{"triton": null}', b"\xff\xfe", '{"ratio": 1' + "0" * 400 + ', "reason": ""}'],
+)
 def test_other_lines_in_a_journal_are_passed_over(bench, line):
     path = sweep.journal_path(PROBLEM, GPU)
     path.parent.mkdir(parents=True)
@@ -297,3 +302,57 @@ def test_a_sweep_begins_with_what_tables_know(bench):
     lookup.forget()
     run(bench)
     assert far in bench.launched
+
+
+def test_a_table_that_cannot_be_written_for_once(bench, monkeypatch):
+    """The sweep says so and goes on; the next one stores what this one measured."""
+    store, errors = tables.store, [OSError(errno.EMFILE, "Too many open files")]
+
+    def store_later(*arguments):
+        if errors:
+            raise errors.pop()
+        store(*arguments)
+
+    monkeypatch.setattr(tables, "store", store_later)
+    first, second = run(bench, [PROBLEM, OTHER])
+    assert first.is_red and not first.is_whole and "Too many open files" in first.skipped
+    assert GroupNormConfig(**first.entry.config) == BEST
+    assert set(stored()) == {OTHER} and not second.is_red
+    bench.launched.clear()
+    (result,) = run(bench)
+    assert not bench.launched and result.is_whole and set(stored()) == {PROBLEM, OTHER}
+
+
+def test_nothing_is_measured_where_the_table_cannot_be_read(bench):
+    """It may have the entry, and would not take another one."""
+    tables.user_path(GPU).mkdir(parents=True)
+    for result in run(bench, [PROBLEM, OTHER]):
+        assert result.is_red and not result.is_whole and str(tables.user_path(GPU)) in result.skipped
+    assert not bench.launched
+
+
+def test_a_sweep_puts_a_damaged_table_aside(bench):
+    path = tables.user_path(GPU)
+    path.parent.mkdir()
+    path.write_text("notes of mine")
+    with pytest.warns(RuntimeWarning, match=str(path)) as told:
+        run(bench, [PROBLEM, OTHER])
+    assert set(stored()) == {PROBLEM, OTHER} and len(told) == 1
+    assert path.with_name(path.name + ".damaged").read_text() == "notes of mine"
+
+
+def test_a_journal_that_is_no_file(bench):
+    path = sweep.journal_path(PROBLEM, GPU)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    first, second = run(bench, [PROBLEM, OTHER])
+    assert first.is_red and str(path) in first.skipped
+    assert set(stored()) == {OTHER}
+
+
+def test_another_sweep_that_does_not_end(bench, monkeypatch):
+    """Where time is limited, so is the wait for it."""
+    monkeypatch.setattr(sweep, "_LONGER", 0.0)
+    with tables.locked(sweep.journal_path(PROBLEM, GPU)):
+        (result,) = run(bench, budget=0)  # the clock of the bench stands still
+    assert not result.is_whole and "another process" in result.skipped

@@ -1,9 +1,12 @@
 """Tables: the shipped ones whole, the user's safe from damage, and each entry the one that is found at its problem."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
+import os
+import pwd
 import sys
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -106,6 +109,13 @@ DAMAGED = {
     "huge config": table_of(config={"block_m": 10**30}),
     "no ratio": table_of(ratio=None),
     "ratio of nothing": table_of(ratio=float("nan")),
+    "ratio of 400 digits": table_of(ratio=10**400),
+    "ratio below zero": table_of(ratio=-1.0),
+    "yes for a ratio": table_of(ratio=True),
+    "time without an end": table_of(microseconds=float("inf")),
+    "number of 5000 digits": '{"gpu": ' + "9" * 5000 + "}",
+    "yes for a size": table_of(sizes=[True, 2, 3, 4]),
+    "no multiprocessors": json.dumps({"gpu": {**asdict(GPU), "multiprocessors": 0}, "entries": []}),
     "list for a layout": table_of(layout=["x"]),
     "dict for a precision": table_of(precision={}),
     "not text": b"\xff\xfe\x00",
@@ -117,21 +127,202 @@ def test_damaged_file_is_skipped_with_one_warning(folder, content):
     path = tables.user_path(GPU)
     folder.mkdir()
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.warns(RuntimeWarning, match=f"{path} is skipped"):
+    with pytest.warns(RuntimeWarning, match=f"{path} is skipped") as told:
         found = lookup.find(entry().problem, GPU)
-    assert found.table != str(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        lookup.forget()
         lookup.find(entry(m=2048).problem, GPU)
+    assert found.table != str(path)
+    assert len(told) == 1, "also where it is read again"
+    assert len(str(told[0].message)) < 1000
 
 
-def test_a_damaged_file_is_kept_beside_the_new_table(folder):
+def test_damaged_files_are_kept_beside_the_new_table(folder):
+    """Each of them, and the user is told."""
     path = tables.user_path(GPU)
     folder.mkdir()
-    path.write_text("notes of mine")
+    others = json.dumps({"gpu": {**asdict(GPU), "name": "NVIDIA L4"}, "entries": [entry(SECOND, m=2048).to_json()]})
+    for number, content in enumerate(("notes of mine", "other notes", others)):
+        path.write_text(content)
+        tables._told.clear()
+        with pytest.warns(RuntimeWarning, match=f"{path} is kept as "):
+            tables.store(path, GPU, entry())
+        assert tables.read(path, GPU) == (entry(),)
+        assert path.with_name(f"{path.name}.damaged{number or ''}").read_text() == content
+
+
+def make_link_to_a_folder_that_is_gone(path):
+    path.parent.rmdir()
+    path.parent.symlink_to("unmounted")
+
+
+def make_file_in_place_of_the_folder(path):
+    path.parent.rmdir()
+    path.parent.write_text("notes of mine")
+
+
+#: What cannot be read, though it may be a table, or hide one.
+UNREADABLE = {
+    "folder": lambda path: (path / "kept").mkdir(parents=True),
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to nothing": lambda path: path.symlink_to("unmounted/table.json"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "folder that is a link to nothing": make_link_to_a_folder_that_is_gone,
+    "folder that is a file": make_file_in_place_of_the_folder,
+    "larger than any table": lambda path: path.write_text(table_of() + " " * tables._LARGEST_TABLE),
+}
+
+
+@pytest.mark.parametrize("make", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_is_told_once_and_left_alone(folder, make):
+    path = tables.user_path(GPU)
+    folder.mkdir()
+    make(path)
+    with pytest.warns(RuntimeWarning, match=f"{path} is skipped: ") as told:
+        for _ in range(2):
+            assert lookup.find(entry().problem, GPU).table != str(path)
+            lookup.forget()
+    assert len(told) == 1
+    before = os.lstat(path) if folder.is_dir() else os.lstat(folder)
+    with pytest.raises(OSError):
+        tables.store(path, GPU, entry())
+    after = os.lstat(path) if folder.is_dir() else os.lstat(folder)
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert not (folder.parent / "unmounted").exists() and not (folder / "unmounted").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE], ids=errno.errorcode.get)
+def test_a_read_error_moves_and_loses_nothing(folder, monkeypatch, number):
+    path = tables.user_path(GPU)
+    tables.store(path, GPU, entry())
+
+    def fail(self, *arguments, **options):
+        raise OSError(number, os.strerror(number), str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            tables.store(path, GPU, entry(SECOND, m=2048))
+        with pytest.warns(RuntimeWarning, match=f"{path} is skipped: {os.strerror(number)}"):
+            assert tables.read(path, GPU) == ()
+    tables.read.cache_clear()
+    assert tables.read(path, GPU) == (entry(),)
+    assert not list(folder.glob("*.damaged*"))
+
+
+@pytest.mark.parametrize("named", ["~nosuchuser/x", "~/x", None])
+def test_without_a_home_folder(folder, monkeypatch, named):
+    """Shipped tables and heuristics serve; the one warning names the variable."""
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, named or "")
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def fail(user):
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", fail)
+    monkeypatch.setattr(pwd, "getpwnam", fail)
+    for platformdirs in (sys.modules.get("platformdirs"), None):
+        if platformdirs is None:
+            monkeypatch.setitem(sys.modules, "platformdirs", None)
+        tables._told.clear()
+        with pytest.warns(RuntimeWarning, match=f"{named or '.cache'}.*{tables.FOLDER_VARIABLE}") as told:
+            for _ in range(2):
+                lookup.forget()
+                found = lookup.find(tables.read_strictly(tables.shipped_path(GPU))[1][0].problem, GPU)
+                assert found.is_of(GPU)
+        assert len(told) == 1
+        with pytest.raises(OSError, match=tables.FOLDER_VARIABLE):
+            tables.user_path(GPU)
+
+
+def test_a_table_behind_a_link_stays_there(folder, tmp_path):
+    path, elsewhere = tables.user_path(GPU), tmp_path / "elsewhere" / "mine.json"
+    tables.store(elsewhere, GPU, entry())
+    folder.mkdir()
+    path.symlink_to(elsewhere)
+    tables.store(path, GPU, entry(SECOND, m=2048))
+    assert path.is_symlink()
+    assert tables.read(elsewhere, GPU) == (entry(), entry(SECOND, m=2048))
+    elsewhere.write_text("notes of mine")
+    with pytest.warns(RuntimeWarning, match=f"{path} is ") as told:
+        assert tables.read(path, GPU) == ()
+        tables.store(path, GPU, entry())
+    assert len(told) == 1
+
+
+def test_a_table_with_a_byte_order_mark(folder):
+    """As some editors save it."""
+    path = tables.user_path(GPU)
+    folder.mkdir()
+    path.write_text(table_of(), encoding="utf-8-sig")
+    assert lookup.find(entry().problem, GPU).entry == entry()
+
+
+def test_a_partial_file_that_was_left_behind(folder):
+    """Of a process that was killed: it does not pile up, and even a FIFO in its place makes nobody wait."""
+    path = tables.user_path(GPU)
+    tables.store(path, GPU, entry())
+    os.mkfifo(path.with_name(path.name + ".partial"))
+    tables.store(path, GPU, entry(SECOND, m=2048))
+    assert tables.read(path, GPU) == (entry(), entry(SECOND, m=2048))
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_table_does_not_grow_beyond_what_is_read(folder, monkeypatch):
+    path = tables.user_path(GPU)
+    tables.store(path, GPU, entry())
+    monkeypatch.setattr(tables, "_LARGEST_TABLE", path.stat().st_size + 100)
+    with pytest.raises(OSError, match="larger than any table would be"):
+        tables.store(path, GPU, entry(m=2048))
+    assert tables.read(path, GPU) == (entry(),)
+
+
+def test_shipped_tables_that_cannot_be_listed(folder, monkeypatch):
+    """With too many open files, say."""
+
+    def fail(self, pattern):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+
+    monkeypatch.setattr(Path, "glob", fail)
+    kin = Gpu.called("NVIDIA H100 PCIe")
+    with pytest.warns(RuntimeWarning, match=f"{tables.shipped_folder()} is skipped: Too many open files"):
+        assert lookup.find(entry().problem, kin).entry is None
+
+
+def test_a_full_disk_leaves_the_old_table(folder, monkeypatch):
+    path = tables.user_path(GPU)
+    tables.store(path, GPU, entry())
+
+    def fail(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tables.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        tables.store(path, GPU, entry(SECOND))
+    assert tables.read(path, GPU) == (entry(),)
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_lock_that_is_not_let_go(folder, monkeypatch):
+    """Of a process that was stopped: whoever stores gives up."""
+    path = tables.user_path(GPU)
+    tables.store(path, GPU, entry())
+    monkeypatch.setattr(tables, "_PATIENCE", 0.1)
+    with open(path.with_name(path.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=f"{path}.lock"):
+            tables.store(path, GPU, entry(SECOND))
+    tables.store(path, GPU, entry(SECOND))
+    assert tables.read(path, GPU) == (entry(SECOND),)
+
+
+def test_a_lock_that_is_no_file(folder):
+    path = tables.user_path(GPU)
+    folder.mkdir()
+    os.mkfifo(path.with_name(path.name + ".lock"))
     tables.store(path, GPU, entry())
     assert tables.read(path, GPU) == (entry(),)
-    assert path.with_name(path.name + ".damaged").read_text() == "notes of mine"
 
 
 def test_a_folder_that_cannot_be_written(folder):

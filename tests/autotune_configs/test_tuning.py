@@ -1,5 +1,6 @@
 """Tuning in place: off unless asked for, each problem once, never while a graph is captured."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -124,6 +125,46 @@ def test_a_failure_is_told_once_and_the_call_goes_on(swept, monkeypatch, error):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert look_up() == before
+
+
+def test_a_folder_that_fails_ends_tuning(swept, monkeypatch):
+    """It would fail with the next problem too, which may take seconds: one warning, and calls go on."""
+    tried = []
+
+    def fail(problems, device, budget):
+        tried.extend(problems)
+        error = PermissionError(errno.EACCES, "Permission denied", str(tables.user_folder()))
+        return [sweep.Result(problem, error=error) for problem in problems]
+
+    monkeypatch.setattr(sweep, "sweep_and_store", fail)
+    with pytest.warns(RuntimeWarning, match=f"Permission denied: '{tables.user_folder()}'") as told:
+        for M in (1024, 2048, 4096):
+            with autotune_configs.tune_unseen_problems():
+                look_up(M=M)
+    assert len(told) == 1 and [problem.sizes[0] for problem in tried] == [1024]
+
+
+def test_another_process_that_does_not_let_go_costs_one_problem(swept, monkeypatch):
+    sweep_and_store = sweep.sweep_and_store
+
+    def fail(problems, device, budget):
+        return [sweep.Result(problem, error=TimeoutError("another process holds it")) for problem in problems]
+
+    monkeypatch.setattr(sweep, "sweep_and_store", fail)
+    with autotune_configs.tune_unseen_problems():
+        with pytest.warns(RuntimeWarning, match="another process holds it"):
+            look_up()
+        monkeypatch.setattr(sweep, "sweep_and_store", sweep_and_store)
+        assert look_up(M=2048) == FOUND
+
+
+def test_without_a_folder_for_tables(swept, monkeypatch):
+    """One warning: that it is not known."""
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, "~nosuchuser/x")
+    with autotune_configs.tune_unseen_problems(), pytest.warns(RuntimeWarning, match="~nosuchuser/x") as told:
+        look_up()
+        look_up(M=2048)
+    assert len(told) == 1
 
 
 def test_a_problem_that_cannot_be_swept_is_told(swept, monkeypatch):
