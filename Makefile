@@ -1,4 +1,4 @@
-# `make test` and `make bench` do all their own set-up, in .venv, and reuse it.
+# Every target does all its own set-up, in .venv (make newest: .venv-newest), and reuses it.
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
@@ -12,9 +12,17 @@ IN_ENVIRONMENT := $(ENVIRONMENT)/bin/python -m
 PARALLEL := OMP_NUM_THREADS=1 $(IN_ENVIRONMENT) pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 MAY_BE_EMPTY := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: test bench lint reference docs clean
+# The newest release of each Triton that is tested (triton_kernels/versions.py).
+TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
+# Of the interpreter's suite, what launches each kind of kernel.
+MATRIX_TESTS := tests/triton_kernels/test_linear.py tests/triton_kernels/test_row_minimum.py \
+	tests/triton_kernels/test_group_norm.py tests/triton_kernels/test_image_copy.py tests/triton_kernels/test_interpreter.py
 
-test: lint reference
+.PHONY: test run-tests matrix newest bench lint reference docs clean
+
+test: lint reference run-tests
+
+run-tests: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(PYTEST_ARGS) $(MAY_BE_EMPTY)
 	$(PARALLEL) -m offline $(PYTEST_ARGS) $(MAY_BE_EMPTY)
 	@if $(ENVIRONMENT)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -22,6 +30,26 @@ test: lint reference
 	else \
 		echo "No GPU: its tests were not run."; \
 	fi
+
+# Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4.
+matrix: $(INSTALLED)
+	@set -e; for triton in $(TRITONS); do \
+		folder=$(ENVIRONMENT)/tritons/$$triton; \
+		case $$triton in 3.6.*) numpy="numpy<2.4";; *) numpy=;; esac; \
+		[ -e $$folder/installed ] || { rm -rf $$folder; \
+			$(IN_ENVIRONMENT) pip install --quiet --no-deps --target $$folder triton==$$triton $$numpy; touch $$folder/installed; }; \
+		echo "triton $$triton"; \
+		PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(MATRIX_TESTS); \
+		PYTHONPATH=$$folder $(PARALLEL) -m offline; \
+	done
+
+# What pip brings today, in place of constraints.txt. Not in CI: it is another set of versions every day.
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --editable '.[test]'
+	@touch .venv-newest/installed
+	.venv-newest/bin/python -m pip list
+	$(MAKE) run-tests ENVIRONMENT=.venv-newest
 
 bench: $(INSTALLED)
 	$(IN_ENVIRONMENT) bench $(BENCH_ARGS)
@@ -50,4 +78,4 @@ $(INSTALLED): pyproject.toml constraints.txt scripts/install.sh
 	@touch $@
 
 clean:
-	rm -rf $(ENVIRONMENT) build/docs
+	rm -rf $(ENVIRONMENT) .venv-newest build/docs

@@ -1,0 +1,171 @@
+"""Promise: no kernel, in any dtype and memory layout that it has, touches memory that is not its own.
+
+Small calls, each once, without the plain chains that other tests compare with, for compute-sanitizer:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # else a tensor's neighbours in PyTorch's pool hide what is beyond its end
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m pytest -m gpu tests/test_gpu_sanitizer.py
+
+The last test says which kernels were launched with which dtypes, and that none of the project's is missing.
+"""
+
+import importlib
+from pkgutil import iter_modules
+
+import pytest
+import torch
+import triton
+
+import triton_kernels
+from tests import gpu
+from tests.accuracy import run
+from tests.chains import (
+    BIAS_HARDTANH_MISH,
+    DTYPES,
+    L19,
+    L30,
+    L75,
+    L94,
+    LINEAR_CHAINS,
+    NORMS,
+    Problem,
+    chain_id,
+    with_layout,
+)
+from tests.gpu import DEVICE, arguments_of
+from triton_kernels.hopper import runs_hopper_convolutions, runs_hopper_kernels
+
+pytestmark = gpu.MARKS
+poisoned_memory = pytest.fixture(autouse=True)(gpu.poisoned_memory)
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+#: Kernels that run on some GPUs alone, as their names begin.
+HOPPER_PRODUCTS = ("float32_split.", "linear_split_hopper.", "linear.linear_rest_kernel")
+HOPPER_CONVOLUTIONS = ("convolution_hopper.", "weight_gradient_hopper.")
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
+by_precision = pytest.mark.parametrize(
+    "dtype, precision",
+    [(torch.bfloat16, "highest"), (torch.float16, "highest"), (torch.float32, "highest"), (torch.float32, "high")],
+    ids=["bfloat16", "float16", "float32", "float32-high"],
+)
+by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+
+
+def name_of(kernel):
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+@pytest.fixture(scope="module")
+def launched():
+    """Each kernel's name with the dtypes of the tensors that it was given."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def noted(launched, monkeypatch):
+    run = triton.runtime.JITFunction.run  # in every thread: autograd's launch kernels too
+
+    def note(kernel, *arguments, **options):
+        dtypes = {str(each.dtype).removeprefix("torch.") for each in tensors_in(arguments)}
+        launched.setdefault(name_of(kernel), set()).update(dtypes)
+        return run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", note)
+
+
+def tensors_in(arguments):
+    for each in arguments:
+        if isinstance(each, tuple):
+            yield from tensors_in(each)
+        elif isinstance(each, torch.Tensor) or hasattr(each, "block_shape"):  # or a descriptor of one
+            yield getattr(each, "base", each)
+
+
+def run_both_ways(function, arguments):
+    """In training and in inference; what was never written shows as NaN."""
+    with torch.no_grad():
+        output = function(**arguments)
+    results = run(function, arguments, torch.randn_like(output))
+    for name, result in {**results, "inference": output}.items():
+        assert result.isfinite().all(), name
+
+
+def linear_arguments(chain, problem, dtype, layout="contiguous"):
+    arguments = arguments_of(chain, problem, dtype)
+    return {**arguments, **{name: with_layout(arguments[name], layout) for name in ("input", "weight")}}
+
+
+@by_precision
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "misaligned"])
+@pytest.mark.parametrize("chain", LINEAR_CHAINS, ids=chain_id)
+def test_products(chain, layout, dtype, precision):
+    """Tensor descriptors in both orders, and pointers; as many rows and terms as have float32 in a kernel of ours."""
+    torch.set_float32_matmul_precision(precision)
+    size = 520 if dtype == torch.float32 else 40
+    run_both_ways(chain.function, linear_arguments(chain, Problem(size, size, 6, 16), dtype, layout))
+
+
+@pytest.mark.parametrize("chain", [L94, L75, L30], ids=chain_id)
+def test_products_as_tf32(chain):
+    """Large enough for one float16 part a product."""
+    torch.set_float32_matmul_precision("high")
+    run_both_ways(chain.function, linear_arguments(chain, Problem(1024, 4096, 256, 16), torch.float32))
+
+
+@pytest.mark.parametrize("chain", [L94, L75, L30], ids=chain_id)
+def test_products_that_float16_cannot_hold(chain):
+    """Tiles that are done again as TF32, as their rows have elements too far apart."""
+    arguments = linear_arguments(chain, Problem(520, 520, 6, 16), torch.float32)
+    arguments["input"][3, ::2] *= 2.0**-40
+    run_both_ways(chain.function, arguments)
+
+
+@by_dtype
+@pytest.mark.parametrize("groups, group_size", [(5, 10), (3, 1), (2, 300), (1, 8200)], ids=str)
+@pytest.mark.parametrize("chain", [L94, L75, L30], ids=chain_id)
+def test_groups(chain, groups, group_size, dtype):
+    """Groups that no tile holds, of one channel, and wider than a program takes; no size is a multiple of anything."""
+    run_both_ways(chain.function, arguments_of(chain, Problem(35, 21, groups, group_size), dtype))
+
+
+@by_dtype
+@pytest.mark.parametrize("pixels", [(), (5, 3), (41, 37)], ids=str)
+@pytest.mark.parametrize("chain", [*NORMS, BIAS_HARDTANH_MISH], ids=chain_id)
+def test_blocks(chain, pixels, dtype):
+    run_both_ways(chain.function, arguments_of(chain, Problem(5, 1, 3, 4, pixels=pixels), dtype))
+
+
+#: Of 64 channels, which Hopper's kernels take as they are; of few and odd ones; and what the library convolves.
+CONVOLUTIONS = {
+    "64-64-3x3": (Problem(4, 64, 8, 8, pixels=(64, 72)), {}),
+    "40-72-2x3": (Problem(2, 40, 9, 8, pixels=(20, 16), kernel=(2, 3)), {"padding": (1, 2)}),
+    "128-64-1x1": (Problem(2, 128, 8, 8, pixels=(33, 40), kernel=(1, 1)), {"approximate": "tanh"}),
+    "odd-channels": (Problem(2, 3, 1, 5, pixels=(7, 5)), {"dilation": (1, 2)}),
+    "stride": (Problem(2, 16, 4, 8, pixels=(9, 11)), {"stride": 2, "padding": 1}),
+}
+
+
+@by_dtype
+@by_format
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, format, dtype):
+    problem, geometry = CONVOLUTIONS[name]
+    arguments = {**arguments_of(L19, problem, dtype), **geometry}
+    run_both_ways(L19.function, {**arguments, "input": arguments["input"].contiguous(memory_format=format)})
+
+
+def test_no_kernel_is_missing(launched):
+    """Prints what was launched (pytest -rP)."""
+    for name in sorted(launched):
+        print(f"{name}: {', '.join(sorted(launched[name]))}")
+    modules = [importlib.import_module(f"triton_kernels.{each.name}") for each in iter_modules(triton_kernels.__path__)]
+    kernels = {name_of(each) for module in modules for each in vars(module).values() if is_kernel(each)}
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    elsewhere = () if runs_hopper_kernels(device) else HOPPER_PRODUCTS
+    elsewhere += () if runs_hopper_convolutions(device) else HOPPER_CONVOLUTIONS
+    missing = {name for name in kernels - set(launched) if not name.startswith(elsewhere)}
+    assert not missing
+
+
+def is_kernel(value):
+    return isinstance(value, triton.runtime.JITFunction) and value.fn.__name__.endswith("_kernel")
