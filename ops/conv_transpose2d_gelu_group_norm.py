@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from autotune_configs import image_norm_config
-from ops import checks, convolution, direct_convolution, operators, precision, reference, tensor_parallel
+from ops import checks, convolution, direct_convolution, operators, precision, reference, submodules, tensor_parallel
 from ops.chain import as_vectors, in_reference
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from ops.group_norm import gelu_called
@@ -278,18 +278,23 @@ class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
         self.group_norm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_channels)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        geometry: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
+        conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
+        norm = self.group_norm
+        if not submodules.are_as_made(
+            self, conv_transpose=(conv, torch.nn.ConvTranspose2d), group_norm=(norm, torch.nn.GroupNorm)
+        ):
+            return norm(torch.nn.functional.gelu(conv(input)))
         return conv_transpose2d_gelu_group_norm(
             input,
-            self.conv_transpose.weight,
-            self.conv_transpose.bias,
-            self.group_norm.num_groups,
-            self.group_norm.weight,
-            self.group_norm.bias,
-            stride=geometry.stride,
-            padding=geometry.padding,
-            output_padding=geometry.output_padding,
-            groups=geometry.groups,
-            dilation=geometry.dilation,
-            eps=self.group_norm.eps,
+            conv.weight,
+            conv.bias,
+            norm.num_groups,
+            norm.weight,
+            norm.bias,
+            stride=conv.stride,
+            padding=conv.padding,
+            output_padding=conv.output_padding,
+            groups=conv.groups,
+            dilation=conv.dilation,
+            eps=norm.eps,
         )

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from ops import fuse_matching
+from ops import fuse_matching, submodules
 from ops.fuse_matching import Match
-from ops.fuse_steps import is_as_made
 
 
 class FusedForward:
@@ -43,14 +41,14 @@ class FusedForward:
 
     def _holds(self) -> bool:
         module = self.module
-        if _has_any_global_hook() or type(module).forward is not self.original:
+        if submodules.has_global_hook() or type(module).forward is not self.original:
             return False
         if len(module._modules) != len(self.children):
             return False
         for (name, child), present in zip(self.children, module._modules, strict=True):
             if present != name or getattr(module, name) is not child:
                 return False
-        return all(is_as_made(child) for child in self.called)
+        return not any(submodules.change(child, type(child)) for child in self.called)
 
     def __call__(self, *args, **kwargs):
         if self._holds():

@@ -11,9 +11,9 @@ from torch import nn
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ops import submodules
 from ops.fuse_tracing import in_place
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REQUIRED = object()
 
 #: What each kind of step has beside its input, in PyTorch's order: PyTorch's name → fuse_calls' name, and the default.
@@ -61,7 +61,6 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.Mish: "mish",
     nn.GELU: "gelu",
 }
-_FORWARDS = {kind: kind.forward for kind in _MODULES}
 _FUNCTIONS = {
     F.linear: "linear",
     F.conv_transpose2d: "conv_transpose2d",
@@ -115,13 +114,6 @@ class Step:
         return str(node.target) if node.op == "call_module" else self.kind or node.name
 
 
-def is_as_made(module: nn.Module) -> bool:
-    """Whether calling the module runs the forward of one of PyTorch's classes that a chain has, and nothing else."""
-    if _FORWARDS.get(type(module)) is not type(module).forward or "forward" in module.__dict__:
-        return False
-    return not any(getattr(module, hooks) for hooks in _HOOKS)
-
-
 def kind_of(node: Node) -> str:
     """Of a function or method, by its name alone."""
     tables: dict[str, dict[Any, str]] = {"call_function": _FUNCTIONS, "call_method": _METHODS}
@@ -169,12 +161,9 @@ def _step_of_module(node: Node, root: nn.Module) -> Step:
 
 
 def _module_refusal(node: Node, module: nn.Module, made: type) -> str:
-    if type(module) is not made:
-        return (
-            f"{node.target} is a {type(module).__module__}.{type(module).__name__}, not torch.nn.{made.__name__} itself"
-        )
-    if not is_as_made(module):
-        return f"{node.target} has a hook, or a forward of its own"
+    changed = submodules.change(module, made)
+    if changed:
+        return f"{node.target} {changed}"
     for name, parameter in module.named_parameters(recurse=False):
         # Of FSDP, DTensors are plain tensors by the time of the call; of other origins, fuse_calls finds them then.
         if is_traceable_wrapper_subclass(parameter) and type(parameter).__name__ != "DTensor":

@@ -2,7 +2,7 @@
 
 import torch
 
-from ops import checks, precision, reference, tensor_parallel
+from ops import checks, precision, reference, submodules, tensor_parallel
 from ops.chain import as_vectors, check_chain, in_reference, with_leading_shape
 from ops.group_norm import fits_registers, group_norm_hardtanh
 from ops.linear import linear
@@ -83,14 +83,23 @@ class LinearGroupNormHardtanh(torch.nn.Module):
         self.hardtanh = torch.nn.Hardtanh(min_val=hardtanh_min, max_val=hardtanh_max)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
+        if not submodules.are_as_made(
+            self,
+            gemm=(gemm, torch.nn.Linear),
+            group_norm=(norm, torch.nn.GroupNorm),
+            hardtanh=(hardtanh, torch.nn.Hardtanh),
+        ):
+            z = gemm(input)
+            return with_leading_shape(hardtanh(norm(z.reshape(-1, z.shape[-1]))), input)
         return linear_group_norm_hardtanh(
             input,
-            self.gemm.weight,
-            self.gemm.bias,
-            self.group_norm.num_groups,
-            self.group_norm.weight,
-            self.group_norm.bias,
-            min_val=self.hardtanh.min_val,
-            max_val=self.hardtanh.max_val,
-            eps=self.group_norm.eps,
+            gemm.weight,
+            gemm.bias,
+            norm.num_groups,
+            norm.weight,
+            norm.bias,
+            min_val=hardtanh.min_val,
+            max_val=hardtanh.max_val,
+            eps=norm.eps,
         )

@@ -3,7 +3,7 @@
 import torch
 
 from autotune_configs import group_norm_config
-from ops import checks, gemm, operators, precision, reference, tensor_parallel
+from ops import checks, gemm, operators, precision, reference, submodules, tensor_parallel
 from ops.chain import as_vectors, check_chain, fused_product_config, in_reference
 from ops.group_norm import fits_registers, group_norm
 from ops.linear import linear
@@ -251,13 +251,9 @@ class LinearGroupNormMin(torch.nn.Module):
             raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {tuple(self.bias.shape)}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        gemm, norm = self.gemm, self.group_norm
+        if not submodules.are_as_made(self, gemm=(gemm, torch.nn.Linear), group_norm=(norm, torch.nn.GroupNorm)):
+            return torch.min(norm(gemm(input)), dim=1, keepdim=True)[0] + self.bias
         return linear_group_norm_min(
-            input,
-            self.gemm.weight,
-            self.gemm.bias,
-            self.group_norm.num_groups,
-            self.group_norm.weight,
-            self.group_norm.bias,
-            self.bias,
-            eps=self.group_norm.eps,
+            input, gemm.weight, gemm.bias, norm.num_groups, norm.weight, norm.bias, self.bias, eps=norm.eps
         )

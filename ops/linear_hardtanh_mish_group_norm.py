@@ -2,7 +2,7 @@
 
 import torch
 
-from ops import checks, precision, reference, tensor_parallel
+from ops import checks, precision, reference, submodules, tensor_parallel
 from ops.bias_hardtanh_mish import bias_hardtanh_mish
 from ops.chain import as_vectors, check_chain, in_reference, with_leading_shape
 from ops.group_norm import fits_registers, group_norm
@@ -89,15 +89,24 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
         self.groupnorm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm
+        if not submodules.are_as_made(
+            self,
+            gemm=(gemm, torch.nn.Linear),
+            hardtanh=(hardtanh, torch.nn.Hardtanh),
+            groupnorm=(norm, torch.nn.GroupNorm),
+        ):
+            activated = torch.nn.functional.mish(hardtanh(gemm(input) + self.bias))
+            return with_leading_shape(norm(activated.reshape(-1, activated.shape[-1])), input)
         return linear_hardtanh_mish_group_norm(
             input,
-            self.gemm.weight,
-            self.gemm.bias,
+            gemm.weight,
+            gemm.bias,
             self.bias,
-            self.groupnorm.num_groups,
-            self.groupnorm.weight,
-            self.groupnorm.bias,
-            min_val=self.hardtanh.min_val,
-            max_val=self.hardtanh.max_val,
-            eps=self.groupnorm.eps,
+            norm.num_groups,
+            norm.weight,
+            norm.bias,
+            min_val=hardtanh.min_val,
+            max_val=hardtanh.max_val,
+            eps=norm.eps,
         )

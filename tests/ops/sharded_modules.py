@@ -1,6 +1,7 @@
 """Checks of ``test_tensor_parallel``: modules and their training on shards, with PyTorch's own ways to divide them."""
 
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import ops
-from ops import tensor_parallel
+from ops import submodules, tensor_parallel
 from tests.ops.shards import check
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,39 @@ def modules_fully_sharded(world, name):
 
     batch = slice(3 * world.rank, 3 * world.rank + 3)
     trains_as_alone(world, name, distribute, lambda model, input: model(input), batch=batch)
+
+
+def layers_of(model):
+    """The product and the norm, the two children that have parameters."""
+    return [child for child in model.children() if list(child.parameters())]
+
+
+@check(name=["L94", "L75", "L30", "L19"])
+def fused_when_fully_sharded(world, name):
+    """FSDP2's hooks are the module's own, and change none of its layers."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(modules()[name], mesh=world.mesh)
+    submodules._told.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model(torch.randn((6, 3, 4, 5) if name == "L19" else (6, 16), device=world.device)).sum().backward()
+
+
+@check(name=["L94", "L75", "L30", "L19"])
+def modules_with_fully_sharded_layers(world, name):
+    """Where a layer is sharded by itself, its own hooks gather its parameters: it is called."""
+    from torch.distributed.fsdp import fully_shard
+
+    def distribute(model):
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=world.mesh)
+        return fully_shard(model, mesh=world.mesh)
+
+    batch = slice(3 * world.rank, 3 * world.rank + 3)
+    submodules._told.clear()
+    with pytest.warns(RuntimeWarning, match=r"is not fused: (gemm|conv_transpose) is a .*FSDP"):
+        trains_as_alone(world, name, distribute, lambda model, input: model(input), batch=batch)
 
 
 @check
