@@ -54,7 +54,7 @@ def _backward(ctx, gradient):
     return input_gradient, *operators.vector_gradients(sums, (0, bias)), None, None
 
 
-BiasHardtanhMishFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 @repeated_eagerly
@@ -79,5 +79,5 @@ def bias_hardtanh_mish(
     if not precision.runs_kernels(input):
         return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
-    result = BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val))
+    result = _differentiable(rows, bias, float(min_val), float(max_val))
     return with_leading_shape(result, input)

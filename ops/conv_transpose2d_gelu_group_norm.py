@@ -175,7 +175,7 @@ def _backward(ctx, gradient):
     return *gradients, *vectors, *[None] * 10
 
 
-ConvTranspose2dGeluGroupNormFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 @repeated_eagerly
@@ -239,7 +239,7 @@ def conv_transpose2d_gelu_group_norm(
             eps=eps,
         )
         return result.contiguous(memory_format=memory_format(input))
-    return ConvTranspose2dGeluGroupNormFunction.apply(
+    return _differentiable(
         input,
         weight,
         conv_bias,

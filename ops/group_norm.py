@@ -1,6 +1,6 @@
 """GroupNorm of inputs of any number of dimensions, alone, behind a GELU or before a Hardtanh, forward and backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,8 +96,8 @@ def _backward_kernel(
 
 def _differentiable_group_norm(
     name: str, *, activation: Pointwise = IDENTITY, final: Pointwise = IDENTITY
-) -> type[torch.autograd.Function]:
-    """``final(group_norm(activation(input)))`` as the operator ``name``, with its backward, as an autograd Function.
+) -> Callable[..., torch.Tensor]:
+    """``final(group_norm(activation(input)))`` as the operator ``name``, called with its gradients.
 
     Result and gradient have the input's strides, as elementwise operations' have.
     """
@@ -132,10 +132,10 @@ def _differentiable_group_norm(
     return operators.differentiable(operator, setup_context, backward)
 
 
-GroupNormFunction = _differentiable_group_norm("group_norm")
-GroupNormHardtanhFunction = _differentiable_group_norm("group_norm_hardtanh", final=HARDTANH)
-GeluGroupNormFunction = _differentiable_group_norm("gelu_group_norm", activation=GELU)
-GeluTanhGroupNormFunction = _differentiable_group_norm("gelu_tanh_group_norm", activation=GELU_TANH)
+_group_norm = _differentiable_group_norm("group_norm")
+_group_norm_hardtanh = _differentiable_group_norm("group_norm_hardtanh", final=HARDTANH)
+_gelu_group_norm = _differentiable_group_norm("gelu_group_norm", activation=GELU)
+_gelu_tanh_group_norm = _differentiable_group_norm("gelu_tanh_group_norm", activation=GELU_TANH)
 
 
 def gelu_called(approximate: str) -> Pointwise:
@@ -183,7 +183,7 @@ def group_norm(
     weight, bias = as_vectors(weight, bias)
     if not _runs_kernels(input):
         return in_reference(reference.group_norm, input, num_groups, weight, bias, eps=eps)
-    return GroupNormFunction.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    return _group_norm(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
 
 
 @repeated_eagerly
@@ -210,7 +210,7 @@ def group_norm_hardtanh(
             reference.group_norm_hardtanh, input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps
         )
     scalars = float(min_val), float(max_val), float(eps)
-    return GroupNormHardtanhFunction.apply(input, num_groups, weight, bias, *scalars)
+    return _group_norm_hardtanh(input, num_groups, weight, bias, *scalars)
 
 
 @repeated_eagerly
@@ -238,5 +238,5 @@ def gelu_group_norm(
         return in_reference(
             reference.gelu_group_norm, input, num_groups, weight, bias, approximate=approximate, eps=eps
         )
-    function = GeluGroupNormFunction if approximate == "none" else GeluTanhGroupNormFunction
-    return function.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    function = _gelu_group_norm if approximate == "none" else _gelu_tanh_group_norm
+    return function(input, num_groups, weight, bias, 0.0, 0.0, float(eps))

@@ -27,7 +27,7 @@ def _backward(ctx, gradient):
     return *gemm.linear_gradients(ctx, gradient.contiguous(), input, weight), bias_gradient
 
 
-LinearFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 @repeated_eagerly
@@ -49,5 +49,5 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if not precision.runs_kernels(input):
         return in_reference(reference.linear, input, weight, bias)
     rows = input.reshape(-1, input.shape[-1])
-    result = LinearFunction.apply(rows, weight, bias)
+    result = _differentiable(rows, weight, bias)
     return with_leading_shape(result, input)

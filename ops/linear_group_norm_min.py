@@ -174,7 +174,7 @@ def _backward(ctx, gradient):
     )
 
 
-LinearGroupNormMinFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 def _is_channel_axis(shape: torch.Size) -> bool:
@@ -233,7 +233,7 @@ def linear_group_norm_min(
         minimum = normalized.min(dim=1, keepdim=True)[0]
         return minimum if bias is None else (minimum + bias).to(dtype)
     training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias, bias)
-    result = LinearGroupNormMinFunction.apply(
+    result = _differentiable(
         input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, float(eps), training
     )
     return result.view(-1, 1) if bias is None else result.view(1, *result.shape, 1)

@@ -1,5 +1,7 @@
 """Linear → pointwise → GroupNorm → pointwise as one operator: what L94 and L30 have in common."""
 
+from collections.abc import Callable
+
 import torch
 
 from autotune_configs import group_norm_config
@@ -9,8 +11,8 @@ from triton_kernels.group_norm import group_norm, group_norm_backward
 from triton_kernels.pointwise import Pointwise
 
 
-def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Pointwise) -> type[torch.autograd.Function]:
-    """The chain ``final(group_norm(activation(linear(input) + bias)))`` as an operator and its autograd Function.
+def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Pointwise) -> Callable[..., torch.Tensor]:
+    """The chain ``final(group_norm(activation(linear(input) + bias)))``: an operator, called with its gradients.
 
     ``epilogue`` does all of it on a tile of the product; where that cannot be (groups that no tile holds, a product
     that the library does), the product is followed by one pass of the group norm's kernel. Both keep z = linear(input)

@@ -47,33 +47,30 @@ def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
     return Operator(overload, repeated.sharing_plans(otherwise=overload))
 
 
-def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
-    """An autograd Function over ``operator``, whose first output is the result and whose others are kept for backward.
+def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> Callable[..., torch.Tensor]:
+    """A function that calls ``operator`` and returns its first output, the result; others are kept for backward.
 
     ``setup_context(ctx, inputs, outputs)`` saves and ``backward(ctx, gradient)`` returns a gradient for each input. The
-    operator itself gets the same formula, so that it can be differentiated where it is met without the Function, as in
-    an exported graph. There is a first derivative in reverse mode alone; anything else raises a RuntimeError.
+    operator itself gets the same formula, so that it can be differentiated where it is met alone, as in a compiled or
+    exported graph. There is a first derivative in reverse mode alone; anything else raises a RuntimeError.
     """
     overload = operator.overload
     parameters = [argument.name for argument in overload._schema.arguments]
 
     class Function(torch.autograd.Function):
-        @classmethod
-        def apply(cls, *inputs):
-            # PyTorch's own would ask for a setup_context, with which it looks up forward's signature in every call.
-            if torch._C._are_functorch_transforms_active():
-                raise RuntimeError(_refusal(overload.name(), "torch.func (vmap, grad, jvp, ...)"))
-            return super().apply(*inputs)
-
         @staticmethod
         def forward(ctx, *inputs):
             outputs = operator(*inputs)
             setup_context(ctx, inputs, outputs)
-            return outputs[0] if isinstance(outputs, tuple) else outputs
+            return _first(outputs)
 
         @staticmethod
         def backward(ctx, gradient):
             return differentiated_once(ctx, gradient)
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise RuntimeError(_refusal(overload.name(), _FORWARD_MODE))
 
     def differentiated_once(ctx, gradient):
         # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
@@ -82,12 +79,6 @@ def differentiable(operator: Operator, setup_context: Callable, backward: Callab
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
         with precision.without_autocast(gradient.device):
             return backward(ctx, gradient)
-
-    def refuse_forward_mode(ctx, *tangents):
-        raise RuntimeError(_refusal(overload.name(), _FORWARD_MODE))
-
-    # torch.compile takes no Function with a jvp of its own.
-    Function._backward_cls.apply_jvp = refuse_forward_mode
 
     def register_setup_context(ctx, inputs, output):
         setup_context(ctx, inputs, output)
@@ -104,7 +95,21 @@ def differentiable(operator: Operator, setup_context: Callable, backward: Callab
         return differentiated_once(ctx, gradient)
 
     torch.library.register_autograd(overload, register_backward, setup_context=register_setup_context)
-    return Function
+
+    def differentiable_operator(*inputs):
+        # torch.compile takes no Function two of whose inputs are one tensor, as where modules share a parameter.
+        if torch.compiler.is_compiling():
+            return _first(overload(*inputs))
+        # PyTorch's own refusal would ask for a setup_context, with which it looks up forward's signature in every call.
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(_refusal(overload.name(), "torch.func (vmap, grad, jvp, ...)"))
+        return Function.apply(*inputs)
+
+    return differentiable_operator
+
+
+def _first(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _refusal(name: str, what: str) -> str:
