@@ -15,15 +15,14 @@ _operator = operators.define(
 
 def _setup_context(ctx, inputs, output):
     input, weight, bias = inputs
-    ctx.save_for_backward(input, weight)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.dtypes = operators.dtypes_of(bias)
+    gemm.save(ctx, input, weight)
 
 
 def _backward(ctx, gradient):
     input, weight = ctx.saved_tensors
-    bias_gradient = None
-    if ctx.needs_input_grad[2]:
-        bias_gradient = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    (dtype,) = operators.wanted_dtypes(ctx, 2)
+    bias_gradient = None if dtype is None else gradient.sum(0, dtype=torch.float32).to(dtype)
     return *gemm.linear_gradients(ctx, gradient.contiguous(), input, weight), bias_gradient
 
 
