@@ -200,17 +200,22 @@ class GroupNormBackward(GroupNorm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
         self.gradient = self.normal(self.M, self.N)
-        self.sums: torch.Tensor  # of the last launch
+        self.sums = [self.empty(self.N, dtype=torch.float32) for _ in range(3)]
 
     def launch(self, config):
-        self.sums = group_norm.group_norm_backward(
+        group_norm.group_norm_backward(
             self.gradient,
             *self.arguments,
             config,
             input_gradient=self.output,
+            vector_gradients=(*self.sums, None),
             activation=HARDTANH_MISH,
             bounds=_BOUNDS,
         )
+
+    def poison(self, config):
+        for each in (self.output, *self.sums):
+            each.fill_(math.nan)
 
     def results(self, config):
         return self.output, *self.sums
@@ -298,7 +303,7 @@ class ImageGroupNormBackward(ImageWorkload):
             self.bias,
             config,
             input_gradient=self.output,
-            norm_sums=self.sums[:2],
+            norm_sums=self.sums[:2].unbind(),
             bias_sums=self.sums[2],
             activation=self.activation,
         )

@@ -16,14 +16,20 @@ def _forward(input, bias, min_val, max_val):
     return output
 
 
-def _backward_kernel(gradient, input, bias, min_val, max_val, sums_dtype):
+def _backward_kernel(gradient, input, bias, min_val, max_val, bias_dtype):
     gradient, input = gradient.contiguous(), input.contiguous()
     input_gradient = torch.empty_like(input)
+    (bias_gradient,) = operators.empty_vectors(input, input.shape[1], (bias_dtype,))
     bounds = min_val, max_val
-    sums = bias_pointwise_backward(
-        gradient, input, bias, HARDTANH_MISH, bounds, input_gradient=input_gradient, sums_dtype=sums_dtype
+    bias_pointwise_backward(
+        gradient, input, bias, HARDTANH_MISH, bounds, input_gradient=input_gradient, bias_gradient=bias_gradient
     )
-    return input_gradient, sums
+    return input_gradient, *operators.or_empty(input, bias_gradient)
+
+
+def _backward_fake(gradient, input, bias, min_val, max_val, bias_dtype):
+    input_gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return input_gradient, *operators.or_empty(input, *operators.empty_vectors(input, input.shape[1], (bias_dtype,)))
 
 
 _operator = operators.define(
@@ -33,28 +39,26 @@ _operator = operators.define(
 )
 _backward_operator = operators.define(
     "bias_hardtanh_mish_backward(Tensor gradient, Tensor input, Tensor? bias, float min_val, float max_val,"
-    " ScalarType sums_dtype) -> (Tensor, Tensor)",
+    " ScalarType? bias_dtype) -> (Tensor, Tensor)",
     _backward_kernel,
-    lambda gradient, input, bias, min_val, max_val, sums_dtype: (
-        torch.empty_like(input, memory_format=torch.contiguous_format),
-        input.new_empty(1, input.shape[1], dtype=sums_dtype),
-    ),
+    _backward_fake,
 )
 
 
 def _setup_context(ctx, inputs, output):
     input, bias, ctx.min_val, ctx.max_val = inputs
+    ctx.dtypes = operators.dtypes_of(bias)
     ctx.save_for_backward(input, bias)
 
 
 def _backward(ctx, gradient):
     input, bias = ctx.saved_tensors
-    sums_dtype = operators.sums_dtype(bias)
-    input_gradient, sums = _backward_operator(gradient, input, bias, ctx.min_val, ctx.max_val, sums_dtype)
-    return input_gradient, *operators.vector_gradients(sums, (0, bias)), None, None
+    dtypes = operators.wanted_dtypes(ctx, 1)
+    input_gradient, *gradients = _backward_operator(gradient, input, bias, ctx.min_val, ctx.max_val, *dtypes)
+    return input_gradient, *operators.where_wanted(gradients, dtypes), None, None
 
 
-BiasHardtanhMishFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 @repeated_eagerly
@@ -79,5 +83,5 @@ def bias_hardtanh_mish(
     if not precision.runs_kernels(input):
         return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
-    result = BiasHardtanhMishFunction.apply(rows, bias, float(min_val), float(max_val))
+    result = _differentiable(rows, bias, float(min_val), float(max_val))
     return with_leading_shape(result, input)

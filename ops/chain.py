@@ -21,11 +21,8 @@ def check_chain(
 
 
 def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Contiguous and 1-D, in their own dtype: the kernels take any float dtype."""
-    return tuple(
-        tensor if tensor is None or (tensor.ndim == 1 and tensor.is_contiguous()) else tensor.reshape(-1).contiguous()
-        for tensor in tensors
-    )
+    """1-D, in their own dtype, as the operators take them."""
+    return tuple(tensor if tensor is None or tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors)
 
 
 def with_leading_shape(rows: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

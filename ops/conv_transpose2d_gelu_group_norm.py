@@ -10,7 +10,7 @@ from ops.chain import as_vectors, in_reference
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from ops.group_norm import gelu_called
 from ops.replay import repeated_eagerly
-from triton_kernels.column_sums import column_sums
+from triton_kernels.column_sums import add_up, float32_partials
 from triton_kernels.image_group_norm import image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import image_statistics
 from triton_kernels.pointwise import GELU, GELU_OF, Pointwise, identity
@@ -66,27 +66,19 @@ def _fake(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argumen
     return output, z, output.new_empty(2, B * num_groups, dtype=torch.float32)
 
 
-def _sums_over_samples_and_pixels(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[sums, B, tiles, C] → [sums, C] in ``dtype``, one sample a program first, as there are many tiles."""
-    sums, B, _, C = partials.shape
-    return column_sums(column_sums(partials.flatten(0, 1)).view(sums, B, C), dtype)
-
-
-def _backward_kernels(
-    gradient, input, weight, z, statistics, conv_bias, norm_weight, norm_bias, num_groups, *arguments
-):
-    """The gradients of input and weight, empty where not wanted, and [3, C] those of the three vectors."""
-    *geometry, approximate, allow_tf32, input_wanted, weight_wanted, sums_dtype = arguments
+def _backward_kernels(gradient, input, weight, z, statistics, conv_bias, norm_weight, num_groups, *arguments):
+    """The gradients of input, weight, conv_bias, norm_weight and norm_bias, empty where not wanted."""
+    *geometry, approximate, is_direct, input_wanted, weight_wanted = arguments[:-3]
     geometry, wanted = _geometry(weight, *geometry), (input_wanted, weight_wanted)
-    is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
-    if not (z.is_contiguous() or z.is_contiguous(memory_format=torch.channels_last)):  # as no forward pass makes it
-        z = z.contiguous()
+    z = z.contiguous(memory_format=memory_format(z))
     statistics = statistics.contiguous()
     values = z.flatten(2)
     B, C, S = values.shape
     config = image_norm_config("image_group_norm_backward", C // num_groups, values)
-    sums = torch.empty(3, B, config.strips(S), C, dtype=torch.float32, device=z.device)
-    bias_sums, norm_sums = sums[0], sums[1:]
+    strips = config.strips(S)
+    vector_gradients = operators.empty_vectors(z, C, arguments[-3:])
+    sums = float32_partials(vector_gradients, B * strips, C, z.device)
+    strip_sums = [each.view(B, strips, C) for each in sums]
 
     def z_gradients(samples, target, stored=identity):
         # Copied first where z is channels_last and it is not: passes over mixed formats take longer.
@@ -96,13 +88,13 @@ def _backward_kernels(
             values[samples],
             statistics.view(2, B, num_groups)[:, samples].flatten(1),
             norm_weight,
-            norm_bias,
+            None,
             config,
             input_gradient=target.flatten(2),
-            norm_sums=norm_sums[:, samples],
-            bias_sums=bias_sums[samples],
+            bias_sums=strip_sums[0][samples],
+            norm_sums=[each[samples] for each in strip_sums[1:]],
             activation=_activation(approximate, z.dtype),
-            input_bias=None if is_direct else conv_bias,
+            input_bias=conv_bias,
             stored=stored,
         )
 
@@ -112,16 +104,19 @@ def _backward_kernels(
         z_gradient = torch.empty_like(z)
         z_gradients(slice(0, B), z_gradient)
         gradients = convolution.conv_transpose2d_gradients(z_gradient, input, weight, geometry, wanted)
-    gradients = (input.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return *gradients, _sums_over_samples_and_pixels(sums, sums_dtype)
+    if B > 1 and strips > 1:  # a sample a program first, as there may be many strips
+        sums = [torch.empty(B, C, dtype=torch.float32, device=z.device) for _ in sums]
+        add_up(strip_sums, sums)
+    add_up(sums, vector_gradients)
+    return tuple(operators.or_empty(input, *gradients, *vector_gradients))
 
 
 def _backward_fake(gradient, input, weight, z, *arguments):
     gradients = (
         torch.empty_like(tensor, memory_format=memory_format(tensor)) if wanted else tensor.new_empty(0)
-        for tensor, wanted in zip((input, weight), arguments[-3:-1], strict=True)
+        for tensor, wanted in zip((input, weight), arguments[-5:-3], strict=True)
     )
-    return *gradients, z.new_empty(3, z.shape[1], dtype=arguments[-1])
+    return *gradients, *operators.or_empty(z, *operators.empty_vectors(z, z.shape[1], arguments[-3:]))
 
 
 _GEOMETRY = "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups"
@@ -136,10 +131,10 @@ _operator = operators.define(
 )
 _backward_operator = operators.define(
     "conv_transpose2d_gelu_group_norm_backward(Tensor gradient, Tensor input, Tensor weight, Tensor z,"
-    " Tensor statistics, Tensor? conv_bias, Tensor? norm_weight, Tensor? norm_bias, int num_groups,"
-    f" {_GEOMETRY}, str approximate, bool allow_tf32, bool input_wanted, bool weight_wanted,"
-    " ScalarType sums_dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    " Tensor statistics, Tensor? conv_bias, Tensor? norm_weight, int num_groups,"
+    f" {_GEOMETRY}, str approximate, bool is_direct, bool input_wanted, bool weight_wanted,"
+    " ScalarType? conv_bias_dtype, ScalarType? norm_weight_dtype, ScalarType? norm_bias_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
 )
@@ -147,35 +142,30 @@ _backward_operator = operators.define(
 
 def _setup_context(ctx, inputs, outputs):
     input, weight, conv_bias, norm_weight, norm_bias, ctx.num_groups, *arguments, _ = inputs
-    *ctx.geometry, ctx.approximate, _, ctx.allow_tf32 = arguments
-    ctx.save_for_backward(input, weight, *outputs[1:], conv_bias, norm_weight, norm_bias)
+    *ctx.geometry, ctx.approximate, _, allow_tf32 = arguments
+    # Asked once: what a hook makes of a saved tensor may lie in memory otherwise.
+    ctx.is_direct = direct_convolution.takes(input, weight, _geometry(weight, *ctx.geometry), allow_tf32)
+    ctx.dtypes = operators.dtypes_of(conv_bias, norm_weight, norm_bias)
+    # Where z is made directly, it has the bias already.
+    ctx.save_for_backward(input, weight, *outputs[1:], None if ctx.is_direct else conv_bias, norm_weight)
 
 
 def _backward(ctx, gradient):
-    input, weight, z, statistics, conv_bias, norm_weight, norm_bias = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
-    *gradients, sums = _backward_operator(
+    wanted, dtypes = ctx.needs_input_grad[:2], operators.wanted_dtypes(ctx, 2, 3, 4)
+    gradients = _backward_operator(
         gradient,
-        input,
-        weight,
-        z,
-        statistics,
-        conv_bias,
-        norm_weight,
-        norm_bias,
+        *ctx.saved_tensors,
         ctx.num_groups,
         *ctx.geometry,
         ctx.approximate,
-        ctx.allow_tf32,
+        ctx.is_direct,
         *wanted,
-        operators.sums_dtype(conv_bias, norm_weight, norm_bias),
+        *dtypes,
     )
-    gradients = [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
-    vectors = operators.vector_gradients(sums, (0, conv_bias), (1, norm_weight), (2, norm_bias))
-    return *gradients, *vectors, *[None] * 10
+    return *operators.where_wanted(gradients, (*wanted, *dtypes)), *[None] * 10
 
 
-ConvTranspose2dGeluGroupNormFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 @repeated_eagerly
@@ -239,7 +229,7 @@ def conv_transpose2d_gelu_group_norm(
             eps=eps,
         )
         return result.contiguous(memory_format=memory_format(input))
-    return ConvTranspose2dGeluGroupNormFunction.apply(
+    return _differentiable(
         input,
         weight,
         conv_bias,

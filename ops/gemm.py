@@ -102,8 +102,14 @@ weight_gradient = operators.define(
 )
 
 
-def linear_gradients(ctx, z_gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor):
-    """The gradients of a chain's first two inputs, each only where autograd asks for it."""
+def save(ctx, input: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """Save what ``linear_gradients`` reads, and ``others``: of the first two, each is for the other's gradient."""
+    input_wanted, weight_wanted = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(input if weight_wanted else None, weight if input_wanted else None, *others)
+
+
+def linear_gradients(ctx, z_gradient: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None):
+    """The gradients of a chain's first two inputs, as ``save`` kept them, each only where autograd asks for it."""
     input_wanted, weight_wanted = ctx.needs_input_grad[:2]
     return (
         input_gradient(z_gradient, weight) if input_wanted else None,

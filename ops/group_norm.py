@@ -1,6 +1,6 @@
 """GroupNorm of inputs of any number of dimensions, alone, behind a GELU or before a Hardtanh, forward and backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,20 +63,16 @@ def _backward_kernel(
     min_val,
     max_val,
     eps,
-    sums_dtype,
+    *dtypes,
 ):
     gradient, volume = as_volume(gradient), as_volume(input)
     B, C, S = volume.shape
     result = torch.empty_like(input)
-    options: dict[str, Any] = {
-        "activation": activation,
-        "final": final,
-        "bounds": (min_val, max_val),
-        "sums_dtype": sums_dtype,
-    }
+    vector_gradients = operators.empty_vectors(input, C, dtypes)
+    options: dict[str, Any] = {"activation": activation, "final": final, "bounds": (min_val, max_val)}
     with written_as_volume(result) as input_gradient:
         if fits_registers(C, S, num_groups):
-            sums = resident.group_norm_backward(
+            resident.group_norm_backward(
                 gradient.view(B, C),
                 volume.view(B, C),
                 num_groups,
@@ -85,19 +81,33 @@ def _backward_kernel(
                 eps,
                 group_norm_config("group_norm_backward", input.dtype, B, C, C // num_groups, input.device),
                 input_gradient=input_gradient.view(B, C),
+                vector_gradients=(*vector_gradients, None, None),
                 **options,
-            )[:2]
-        else:
-            sums = wide.wide_group_norm_backward(
-                gradient, volume, num_groups, weight, bias, eps, input_gradient=input_gradient, **options
             )
-    return result, sums
+        else:
+            wide.wide_group_norm_backward(
+                gradient,
+                volume,
+                num_groups,
+                weight,
+                bias,
+                eps,
+                input_gradient=input_gradient,
+                vector_gradients=vector_gradients,
+                **options,
+            )
+    return result, *operators.or_empty(input, *vector_gradients)
+
+
+def _backward_fake(gradient, input, *arguments):
+    vector_gradients = operators.empty_vectors(input, input.shape[1], arguments[-2:])
+    return torch.empty_like(input), *operators.or_empty(input, *vector_gradients)
 
 
 def _differentiable_group_norm(
     name: str, *, activation: Pointwise = IDENTITY, final: Pointwise = IDENTITY
-) -> type[torch.autograd.Function]:
-    """``final(group_norm(activation(input)))`` as the operator ``name``, with its backward, as an autograd Function.
+) -> Callable[..., torch.Tensor]:
+    """``final(group_norm(activation(input)))`` as the operator ``name``, called with its gradients.
 
     Result and gradient have the input's strides, as elementwise operations' have.
     """
@@ -108,34 +118,32 @@ def _differentiable_group_norm(
         lambda input, *arguments: torch.empty_like(input),
     )
     backward_operator = operators.define(
-        f"{name}_backward(Tensor gradient, Tensor input, {parameters}, ScalarType sums_dtype) -> (Tensor, Tensor)",
+        f"{name}_backward(Tensor gradient, Tensor input, {parameters}, ScalarType? weight_dtype,"
+        " ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
         lambda *arguments: _backward_kernel(activation, final, *arguments),
-        lambda gradient, input, *arguments: (
-            torch.empty_like(input),
-            input.new_empty(2, input.shape[1], dtype=arguments[-1]),
-        ),
+        _backward_fake,
     )
 
     def setup_context(ctx, inputs, output):
         input, ctx.num_groups, weight, bias, *ctx.scalars = inputs
-        ctx.save_for_backward(input, weight, bias)
+        ctx.dtypes = operators.dtypes_of(weight, bias)
+        ctx.save_for_backward(input, weight, None if final is IDENTITY else bias)
 
     def backward(ctx, gradient):
         input, weight, bias = ctx.saved_tensors
-        sums_dtype = operators.sums_dtype(weight, bias)
-        input_gradient, sums = backward_operator(
-            gradient, input, ctx.num_groups, weight, bias, *ctx.scalars, sums_dtype
+        dtypes = operators.wanted_dtypes(ctx, 2, 3)
+        input_gradient, *gradients = backward_operator(
+            gradient, input, ctx.num_groups, weight, bias, *ctx.scalars, *dtypes
         )
-        weight_gradient, bias_gradient = operators.vector_gradients(sums, (0, weight), (1, bias))
-        return input_gradient, None, weight_gradient, bias_gradient, None, None, None
+        return input_gradient, None, *operators.where_wanted(gradients, dtypes), None, None, None
 
     return operators.differentiable(operator, setup_context, backward)
 
 
-GroupNormFunction = _differentiable_group_norm("group_norm")
-GroupNormHardtanhFunction = _differentiable_group_norm("group_norm_hardtanh", final=HARDTANH)
-GeluGroupNormFunction = _differentiable_group_norm("gelu_group_norm", activation=GELU)
-GeluTanhGroupNormFunction = _differentiable_group_norm("gelu_tanh_group_norm", activation=GELU_TANH)
+_group_norm = _differentiable_group_norm("group_norm")
+_group_norm_hardtanh = _differentiable_group_norm("group_norm_hardtanh", final=HARDTANH)
+_gelu_group_norm = _differentiable_group_norm("gelu_group_norm", activation=GELU)
+_gelu_tanh_group_norm = _differentiable_group_norm("gelu_tanh_group_norm", activation=GELU_TANH)
 
 
 def gelu_called(approximate: str) -> Pointwise:
@@ -183,7 +191,7 @@ def group_norm(
     weight, bias = as_vectors(weight, bias)
     if not _runs_kernels(input):
         return in_reference(reference.group_norm, input, num_groups, weight, bias, eps=eps)
-    return GroupNormFunction.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    return _group_norm(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
 
 
 @repeated_eagerly
@@ -210,7 +218,7 @@ def group_norm_hardtanh(
             reference.group_norm_hardtanh, input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps
         )
     scalars = float(min_val), float(max_val), float(eps)
-    return GroupNormHardtanhFunction.apply(input, num_groups, weight, bias, *scalars)
+    return _group_norm_hardtanh(input, num_groups, weight, bias, *scalars)
 
 
 @repeated_eagerly
@@ -238,5 +246,5 @@ def gelu_group_norm(
         return in_reference(
             reference.gelu_group_norm, input, num_groups, weight, bias, approximate=approximate, eps=eps
         )
-    function = GeluGroupNormFunction if approximate == "none" else GeluTanhGroupNormFunction
-    return function.apply(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    function = _gelu_group_norm if approximate == "none" else _gelu_tanh_group_norm
+    return function(input, num_groups, weight, bias, 0.0, 0.0, float(eps))

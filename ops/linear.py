@@ -15,19 +15,18 @@ _operator = operators.define(
 
 def _setup_context(ctx, inputs, output):
     input, weight, bias = inputs
-    ctx.save_for_backward(input, weight)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.dtypes = operators.dtypes_of(bias)
+    gemm.save(ctx, input, weight)
 
 
 def _backward(ctx, gradient):
     input, weight = ctx.saved_tensors
-    bias_gradient = None
-    if ctx.needs_input_grad[2]:
-        bias_gradient = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    (dtype,) = operators.wanted_dtypes(ctx, 2)
+    bias_gradient = None if dtype is None else gradient.sum(0, dtype=torch.float32).to(dtype)
     return *gemm.linear_gradients(ctx, gradient.contiguous(), input, weight), bias_gradient
 
 
-LinearFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 @repeated_eagerly
@@ -49,5 +48,5 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if not precision.runs_kernels(input):
         return in_reference(reference.linear, input, weight, bias)
     rows = input.reshape(-1, input.shape[-1])
-    result = LinearFunction.apply(rows, weight, bias)
+    result = _differentiable(rows, weight, bias)
     return with_leading_shape(result, input)

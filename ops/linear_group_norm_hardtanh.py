@@ -11,7 +11,7 @@ from ops.replay import repeated_eagerly
 from triton_kernels.epilogues import group_norm_hardtanh_epilogue
 from triton_kernels.pointwise import HARDTANH, IDENTITY
 
-LinearGroupNormHardtanhFunction = define_matrix_chain(
+_differentiable = define_matrix_chain(
     "group_norm_hardtanh", group_norm_hardtanh_epilogue, activation=IDENTITY, final=HARDTANH
 )
 
@@ -64,7 +64,7 @@ def linear_group_norm_hardtanh(
     if fits_registers(weight.shape[0], 1, num_groups):
         training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias)
         scalars = float(min_val), float(max_val), float(eps)
-        result = LinearGroupNormHardtanhFunction.apply(
+        result = _differentiable(
             rows, weight, linear_bias, None, num_groups, norm_weight, norm_bias, *scalars, training
         )
     else:

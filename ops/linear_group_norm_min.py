@@ -77,10 +77,10 @@ def _fake(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, 
 
 
 def _backward_kernels(
-    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, sums_dtype
+    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, *dtypes
 ):
-    """Gradients of input and weight (empty where not wanted), of linear_bias, norm_weight and norm_bias [3, N], and of
-    bias [C]; those of the vectors in ``sums_dtype``.
+    """Gradients of input, weight, and, in ``dtypes``, of linear_bias, norm_weight, norm_bias and bias; empty where they
+    are not wanted.
 
     The gradient at the GEMM's output is zero outside the group that holds a row's minimum. While groups are narrow, the
     input's gradient gathers that group's rows of the weight, and the weight's adds up the rows that chose each group.
@@ -88,11 +88,15 @@ def _backward_kernels(
     (M, K), N = input.shape, weight.shape[0]
     group_size = N // num_groups
     winner = (column, rstd, normalized.contiguous())
-    row_partials, bias_gradient, order, offsets = row_minimum_backward.sums_and_order(
-        gradient, column, num_groups, group_size, sums_dtype
+    *norm_dtypes, bias_dtype = dtypes
+    norm_gradients = operators.empty_vectors(input, N, norm_dtypes)
+    (bias_gradient,) = operators.empty_vectors(input, gradient.shape[0], (bias_dtype,))
+    row_partials, order, offsets = row_minimum_backward.sums_and_order(
+        gradient, column, num_groups, group_size, bias_gradient
     )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, norm_weight, group_size)
-    sums = row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, sums_dtype)
+    row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, norm_gradients)
+    vector_gradients = operators.or_empty(input, *norm_gradients, bias_gradient)
     input_gradient = input.new_empty((M, K) if input_wanted else 0)
     weight_gradient = weight.new_empty((N, K) if weight_wanted else 0)
     if num_groups >= _FEWEST_SPARSE_GROUPS and group_size <= _WIDEST_SPARSE_GROUP:
@@ -100,7 +104,7 @@ def _backward_kernels(
             row_minimum_backward.input_gradient(z_gradient, column, order, weight, input_gradient)
         if weight_wanted:
             row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight_gradient)
-        return input_gradient, weight_gradient, sums, bias_gradient
+        return input_gradient, weight_gradient, *vector_gradients
     dense = input.new_zeros(M, num_groups, group_size)
     group = torch.div(column, group_size, rounding_mode="floor").long()
     dense[torch.arange(M, device=input.device), group] = z_gradient.to(input.dtype)
@@ -109,17 +113,18 @@ def _backward_kernels(
         input_gradient = gemm.input_gradient(dense, weight)
     if weight_wanted:
         weight_gradient = gemm.weight_gradient(dense, input)
-    return input_gradient, weight_gradient, sums, bias_gradient
+    return input_gradient, weight_gradient, *vector_gradients
 
 
 def _backward_fake(
-    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, sums_dtype
+    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, *dtypes
 ):
+    *norm_dtypes, bias_dtype = dtypes
     return (
         input.new_empty(input.shape if input_wanted else 0),
         weight.new_empty(weight.shape if weight_wanted else 0),
-        input.new_empty(3, weight.shape[0], dtype=sums_dtype),
-        gradient.new_empty(gradient.shape[0], dtype=sums_dtype),
+        *operators.or_empty(input, *operators.empty_vectors(input, weight.shape[0], norm_dtypes)),
+        *operators.or_empty(input, *operators.empty_vectors(input, gradient.shape[0], (bias_dtype,))),
     )
 
 
@@ -132,7 +137,8 @@ _operator = operators.define(
 _backward_operator = operators.define(
     "linear_group_norm_min_backward(Tensor gradient, Tensor column, Tensor rstd, Tensor normalized,"
     " Tensor? norm_weight, Tensor input, Tensor weight, int num_groups, bool input_wanted, bool weight_wanted,"
-    " ScalarType sums_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    " ScalarType? linear_bias_dtype, ScalarType? norm_weight_dtype, ScalarType? norm_bias_dtype,"
+    " ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernels,
     _backward_fake,
 )
@@ -140,41 +146,23 @@ _backward_operator = operators.define(
 
 def _setup_context(ctx, inputs, outputs):
     input, weight, linear_bias, ctx.num_groups, norm_weight, norm_bias, bias, _, _ = inputs
-    ctx.save_for_backward(input, weight, *outputs[1:], linear_bias, norm_weight, norm_bias, bias)
+    ctx.dtypes = operators.dtypes_of(linear_bias, norm_weight, norm_bias, bias)
+    ctx.save_for_backward(input, weight, *outputs[1:], norm_weight)
 
 
 def _backward(ctx, gradient):
-    input, weight, column, rstd, normalized, linear_bias, norm_weight, norm_bias, bias = ctx.saved_tensors
-    input_wanted, weight_wanted = ctx.needs_input_grad[:2]
-    input_gradient, weight_gradient, sums, bias_gradient = _backward_operator(
-        gradient,
-        column,
-        rstd,
-        normalized,
-        norm_weight,
-        input,
-        weight,
-        ctx.num_groups,
-        input_wanted,
-        weight_wanted,
-        operators.sums_dtype(linear_bias, norm_weight, norm_bias, bias),
+    input, weight, column, rstd, normalized, norm_weight = ctx.saved_tensors
+    wanted, dtypes = ctx.needs_input_grad[:2], operators.wanted_dtypes(ctx, 2, 4, 5, 6)
+    gradients = _backward_operator(
+        gradient, column, rstd, normalized, norm_weight, input, weight, ctx.num_groups, *wanted, *dtypes
     )
-    linear_bias_gradient, *norm_gradients = operators.vector_gradients(
-        sums, (0, linear_bias), (1, norm_weight), (2, norm_bias)
+    *matrices, linear_bias_gradient, norm_weight_gradient, norm_bias_gradient, bias_gradient = operators.where_wanted(
+        gradients, (*wanted, *dtypes)
     )
-    return (
-        input_gradient if input_wanted else None,
-        weight_gradient if weight_wanted else None,
-        linear_bias_gradient,
-        None,
-        *norm_gradients,
-        None if bias is None else bias_gradient.to(bias.dtype),
-        None,
-        None,
-    )
+    return *matrices, linear_bias_gradient, None, norm_weight_gradient, norm_bias_gradient, bias_gradient, None, None
 
 
-LinearGroupNormMinFunction = operators.differentiable(_operator, _setup_context, _backward)
+_differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
 def _is_channel_axis(shape: torch.Size) -> bool:
@@ -233,7 +221,7 @@ def linear_group_norm_min(
         minimum = normalized.min(dim=1, keepdim=True)[0]
         return minimum if bias is None else (minimum + bias).to(dtype)
     training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias, bias)
-    result = LinearGroupNormMinFunction.apply(
+    result = _differentiable(
         input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, float(eps), training
     )
     return result.view(-1, 1) if bias is None else result.view(1, *result.shape, 1)

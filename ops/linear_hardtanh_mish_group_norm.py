@@ -12,7 +12,7 @@ from ops.replay import repeated_eagerly
 from triton_kernels.epilogues import hardtanh_mish_group_norm_epilogue
 from triton_kernels.pointwise import HARDTANH_MISH, IDENTITY
 
-LinearHardtanhMishGroupNormFunction = define_matrix_chain(
+_differentiable = define_matrix_chain(
     "hardtanh_mish_group_norm", hardtanh_mish_group_norm_epilogue, activation=HARDTANH_MISH, final=IDENTITY
 )
 
@@ -68,7 +68,7 @@ def linear_hardtanh_mish_group_norm(
     if fits_registers(weight.shape[0], 1, num_groups):
         training = precision.needs_gradient(input, weight, linear_bias, bias, norm_weight, norm_bias)
         scalars = float(min_val), float(max_val), float(eps)
-        result = LinearHardtanhMishGroupNormFunction.apply(
+        result = _differentiable(
             rows, weight, linear_bias, bias, num_groups, norm_weight, norm_bias, *scalars, training
         )
     else:

@@ -1,6 +1,6 @@
 """How the kernels become PyTorch operators: ``torch.ops.normfuse.*``, with fakes, and autograd Functions over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._ops import OpOverload
@@ -23,10 +23,20 @@ class Operator:
 
 
 def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
-    """Register an operator for CUDA (and the CPU, for the interpreter) with its fake; returns it, callable."""
+    """Register an operator for CUDA (and the CPU, for the interpreter) with its fake; returns it, callable.
+
+    ``implementation`` gets contiguous vectors, as its kernels take them, of any that the operator is given: a caller's,
+    or what a hook made of a saved one.
+    """
     name = f"{_NAMESPACE}::{schema.split('(')[0]}"
     torch.library.define(name, schema[schema.index("(") :], tags=torch.Tag.pt2_compliant_tag)
-    repeated = replay.Repeated(implementation)
+
+    def with_contiguous_vectors(*arguments):
+        return implementation(
+            *[each.contiguous() if isinstance(each, torch.Tensor) and each.ndim == 1 else each for each in arguments]
+        )
+
+    repeated = replay.Repeated(with_contiguous_vectors)
 
     def without_autocast(input, *arguments):
         # All dtypes are decided by now; a product of the library's would be cast to autocast's.
@@ -43,37 +53,34 @@ def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
 
     torch.library.register_fake(name, fake_in_reverse_mode)
     overload = getattr(getattr(torch.ops, _NAMESPACE), schema.split("(")[0]).default
-    replay.IMPLEMENTATIONS[overload] = implementation
+    replay.IMPLEMENTATIONS[overload] = with_contiguous_vectors
     return Operator(overload, repeated.sharing_plans(otherwise=overload))
 
 
-def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
-    """An autograd Function over ``operator``, whose first output is the result and whose others are kept for backward.
+def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> Callable[..., torch.Tensor]:
+    """A function that calls ``operator`` and returns its first output, the result; others are kept for backward.
 
     ``setup_context(ctx, inputs, outputs)`` saves and ``backward(ctx, gradient)`` returns a gradient for each input. The
-    operator itself gets the same formula, so that it can be differentiated where it is met without the Function, as in
-    an exported graph. There is a first derivative in reverse mode alone; anything else raises a RuntimeError.
+    operator itself gets the same formula, so that it can be differentiated where it is met alone, as in a compiled or
+    exported graph. There is a first derivative in reverse mode alone; anything else raises a RuntimeError.
     """
     overload = operator.overload
     parameters = [argument.name for argument in overload._schema.arguments]
 
     class Function(torch.autograd.Function):
-        @classmethod
-        def apply(cls, *inputs):
-            # PyTorch's own would ask for a setup_context, with which it looks up forward's signature in every call.
-            if torch._C._are_functorch_transforms_active():
-                raise RuntimeError(_refusal(overload.name(), "torch.func (vmap, grad, jvp, ...)"))
-            return super().apply(*inputs)
-
         @staticmethod
         def forward(ctx, *inputs):
             outputs = operator(*inputs)
             setup_context(ctx, inputs, outputs)
-            return outputs[0] if isinstance(outputs, tuple) else outputs
+            return _first(outputs)
 
         @staticmethod
         def backward(ctx, gradient):
             return differentiated_once(ctx, gradient)
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise RuntimeError(_refusal(overload.name(), _FORWARD_MODE))
 
     def differentiated_once(ctx, gradient):
         # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
@@ -82,12 +89,6 @@ def differentiable(operator: Operator, setup_context: Callable, backward: Callab
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
         with precision.without_autocast(gradient.device):
             return backward(ctx, gradient)
-
-    def refuse_forward_mode(ctx, *tangents):
-        raise RuntimeError(_refusal(overload.name(), _FORWARD_MODE))
-
-    # torch.compile takes no Function with a jvp of its own.
-    Function._backward_cls.apply_jvp = refuse_forward_mode
 
     def register_setup_context(ctx, inputs, output):
         setup_context(ctx, inputs, output)
@@ -104,7 +105,21 @@ def differentiable(operator: Operator, setup_context: Callable, backward: Callab
         return differentiated_once(ctx, gradient)
 
     torch.library.register_autograd(overload, register_backward, setup_context=register_setup_context)
-    return Function
+
+    def differentiable_operator(*inputs):
+        # torch.compile takes no Function two of whose inputs are one tensor, as where modules share a parameter.
+        if torch.compiler.is_compiling():
+            return _first(overload(*inputs))
+        # PyTorch's own refusal would ask for a setup_context, with which it looks up forward's signature in every call.
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(_refusal(overload.name(), "torch.func (vmap, grad, jvp, ...)"))
+        return Function.apply(*inputs)
+
+    return differentiable_operator
+
+
+def _first(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _refusal(name: str, what: str) -> str:
@@ -114,26 +129,29 @@ def _refusal(name: str, what: str) -> str:
     )
 
 
-def sums_dtype(*vectors: torch.Tensor | None) -> torch.dtype:
-    """The dtype that the sums over rows which ``vector_gradients`` takes may have from the start: the vectors', where
-    they have one of 16 bits in common, or float32."""
-    dtypes = {vector.dtype for vector in vectors if vector is not None}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else torch.float32
+def dtypes_of(*vectors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """What a backward pass needs to know of vectors that its formula does not read: to save them would have autograd
+    watch them for changes."""
+    return tuple([None if vector is None else vector.dtype for vector in vectors])
 
 
-def vector_gradients(sums: torch.Tensor, *vectors: tuple[int, torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """For each (i, vector): row i of ``sums`` in the vector's dtype and shape; None where there is no vector.
+def wanted_dtypes(ctx, *places: int) -> list[torch.dtype | None]:
+    """``ctx.dtypes``, which are of the inputs at these places; None where autograd asks for no gradient."""
+    return [dtype if ctx.needs_input_grad[place] else None for place, dtype in zip(places, ctx.dtypes, strict=True)]
 
-    No two share memory, though two may be of one row: autograd keeps what it gets, and adds to it in place.
-    """
-    rows = sums.unbind()
-    gradients: list[torch.Tensor | None] = []
-    used: set[int] = set()
-    for i, vector in vectors:
-        if vector is None:
-            gradients.append(None)
-            continue
-        row = rows[i].clone() if i in used else rows[i]
-        used.add(i)
-        gradients.append(row.to(vector.dtype).view_as(vector))
-    return gradients
+
+def empty_vectors(
+    like: torch.Tensor, length: int, dtypes: Sequence[torch.dtype | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Memory for the gradients of vectors, each its own: autograd keeps what it gets, and adds to it in place."""
+    return tuple([None if dtype is None else like.new_empty(length, dtype=dtype) for dtype in dtypes])
+
+
+def or_empty(like: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """As an operator returns them: what is not there is empty."""
+    return [like.new_empty(0) if tensor is None else tensor for tensor in tensors]
+
+
+def where_wanted(gradients: Sequence[torch.Tensor], wanted: Sequence[object]) -> list[torch.Tensor | None]:
+    """As autograd takes what an operator returned: None where a gradient was not wanted (None or False)."""
+    return [gradient if each else None for gradient, each in zip(gradients, wanted, strict=True)]

@@ -53,7 +53,9 @@ def empty(*shape, dtype=torch.bfloat16):
 def test_bias_pointwise(grids, shape):
     matrix, vector = empty(*shape), empty(shape[1])
     bias_pointwise.bias_pointwise(matrix, vector, HARDTANH, (-1.0, 1.0), output=matrix)
-    bias_pointwise.bias_pointwise_backward(matrix, matrix, vector, HARDTANH, (-1.0, 1.0), input_gradient=matrix)
+    bias_pointwise.bias_pointwise_backward(
+        matrix, matrix, vector, HARDTANH, (-1.0, 1.0), input_gradient=matrix, bias_gradient=vector
+    )
 
 
 @pytest.mark.parametrize("group_size", [1, 32, 8192])
@@ -64,7 +66,7 @@ def test_group_norm(grids, shape, group_size):
     config = heuristic_group_norm_config(rows, channels, group_size)
     arguments = (matrix, channels // group_size, vector, vector, 1e-5, config)
     group_norm.group_norm(*arguments, output=matrix)
-    group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix)
+    group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, vector_gradients=(vector,) * 4)
 
 
 @pytest.mark.parametrize("group_size", [1, 8192])
@@ -75,7 +77,8 @@ def test_row_minimum(grids, shape, group_size):
     keys, saved = row_minimum.empty_tile_minimum(2, rows, group_size, META, save=True)
     winner = row_minimum.empty_winner(rows, group_size, META)
     row_minimum.finish(keys, saved, empty(channels), empty(channels, rows), winner, group_size)
-    row_minimum_backward.sums_and_order(empty(channels, rows), winner[0], max(1, channels // group_size), group_size)
+    groups, bias_gradient = max(1, channels // group_size), empty(channels)
+    row_minimum_backward.sums_and_order(empty(channels, rows), winner[0], groups, group_size, bias_gradient)
 
 
 @by_shape
@@ -118,5 +121,6 @@ def test_nothing_is_stored_past_the_end(monkeypatch):
     config = group_norm.GroupNormConfig(2, 8, 2)
     options = {"output": keys, "saved": saved, "finish": group_norm.finish_row_minimum}
     group_norm.group_norm(torch.randn(5, 40), 5, None, None, 1e-5, config, **options)
-    row_minimum_backward.sums_and_order(torch.randn(5 * 64, 5), torch.arange(5, dtype=torch.int32), 5, 8)
+    column, bias_gradient = torch.arange(5, dtype=torch.int32), torch.empty(5 * 64)
+    row_minimum_backward.sums_and_order(torch.randn(5 * 64, 5), column, 5, 8, bias_gradient)
     assert len(stored) > 4 and all((memory == 7).all() for memory in stored)

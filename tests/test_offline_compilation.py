@@ -251,7 +251,8 @@ def group_norm_launches(dtype, M, C, group_size, *functions):
     for options in functions:
         options = {**options, "bounds": (-1.0, 1.0)}
         group_norm.group_norm(*arguments, output=matrix, **options)
-        group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, sums_dtype=dtype, **options)
+        vectors = (vector,) * 4
+        group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, vector_gradients=vectors, **options)
     tiles = group_norm.column_tiles(C, group_size, config)
     for save in (False, True):
         keys, saved = row_minimum.empty_tile_minimum(tiles, M, group_size, META, save)
@@ -265,11 +266,13 @@ def wide_group_norm_launches(dtype):
         options = {"activation": activation, "final": final, "bounds": (-1.0, 1.0)}
         wide_group_norm.wide_group_norm(images, 8, vector, vector, 1e-5, output=images, **options)
         wide_group_norm.wide_group_norm_backward(
-            images, images, 8, vector, vector, 1e-5, input_gradient=images, sums_dtype=dtype, **options
+            images, images, 8, vector, vector, 1e-5, input_gradient=images, vector_gradients=(vector, vector), **options
         )
     huge = torch.empty(1, 2, 2**30, dtype=dtype, device=META)  # places in its group are 64-bit numbers
     wide_group_norm.wide_group_norm(huge, 1, None, None, 1e-5, output=huge)
-    wide_group_norm.wide_group_norm_backward(huge, huge, 1, None, None, 1e-5, input_gradient=huge)
+    wide_group_norm.wide_group_norm_backward(
+        huge, huge, 1, None, None, 1e-5, input_gradient=huge, vector_gradients=(None, None)
+    )
 
 
 def pointwise_launches(dtype):
@@ -277,9 +280,11 @@ def pointwise_launches(dtype):
     vector = torch.empty(8192, dtype=dtype, device=META)
     bias_pointwise.bias_pointwise(matrix, vector, HARDTANH_MISH, (-1.0, 1.0), output=matrix)
     bias_pointwise.bias_pointwise_backward(
-        matrix, matrix, vector, HARDTANH_MISH, (-1.0, 1.0), input_gradient=matrix, sums_dtype=dtype
+        matrix, matrix, vector, HARDTANH_MISH, (-1.0, 1.0), input_gradient=matrix, bias_gradient=vector
     )
-    column_sums.column_sums(torch.empty(3, 16, 8192, device=META), dtype)
+    partials = torch.empty(16, 8192, device=META)
+    column_sums.add_up((partials,) * 4, (vector,) * 4)
+    column_sums.column_sums(partials.unsqueeze(0))
 
 
 def row_minimum_launches(dtype, group_size):
@@ -291,11 +296,11 @@ def row_minimum_launches(dtype, group_size):
         winner = row_minimum.empty_winner(M, group_size, META) if save else None
         row_minimum.finish(keys, tile_saved, vector, weight[:, :M], winner, group_size, vector, vector)
     column = winner[0]
-    row_partials, _, order, offsets = row_minimum_backward.sums_and_order(
-        torch.empty(N, M, dtype=dtype, device=META), column, N // group_size, group_size, dtype
+    row_partials, order, offsets = row_minimum_backward.sums_and_order(
+        torch.empty(N, M, dtype=dtype, device=META), column, N // group_size, group_size, vector
     )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, vector, group_size)
-    row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, dtype)
+    row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, (vector,) * 3)
     row_minimum_backward.input_gradient(z_gradient, column, order, weight, input)
     row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight)
 

@@ -83,8 +83,7 @@ def test_image_group_norm(dtype, direct, z_format, arch):
     vector = vectors(dtype)
     B, C, S = z.shape
     alone = ImageNormConfig.fit(z)
-    norm_sums = torch.empty(2, B, alone.strips(S), C, device=META)
-    bias_sums = torch.empty(B, alone.strips(S), C, device=META)
+    bias_sums, *norm_sums = (torch.empty(B, alone.strips(S), C, device=META) for _ in range(3))
 
     def launch():
         for activation in activations:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums, empty_partials
+from triton_kernels.column_sums import add_up, empty_partials, store_sums
 from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import Pointwise
@@ -45,7 +45,7 @@ def bias_pointwise_backward_kernel(
     input,  # [M, C]
     bias,  # [C] or None
     input_gradient,  # [M, C]
-    partials,  # [1, chunks, C]: sums of input_gradient over a chunk's rows
+    sums,  # [chunks, C] or None: sums of input_gradient over a chunk's rows
     M,
     C,
     min_val,
@@ -73,7 +73,7 @@ def bias_pointwise_backward_kernel(
         dz = GRADIENT(dy, z, min_val, max_val)
         tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
         total += tl.where(inside, dz, 0.0)
-    tl.store(partials + chunk.to(tl.int64) * C + columns, tl.sum(total, 0), mask=columns < C)
+    store_sums(sums, chunk.to(tl.int64) * C + columns, tl.sum(total, 0), columns < C)
 
 
 def bias_pointwise(
@@ -112,30 +112,31 @@ def bias_pointwise_backward(
     bounds: tuple[float, float],
     *,
     input_gradient: torch.Tensor,
-    sums_dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Gradients of ``bias_pointwise``, all matrices [M, C] and contiguous; returns the bias's, [1, C] in
-    ``sums_dtype``."""
+    bias_gradient: torch.Tensor | None,
+) -> None:
+    """Gradients of ``bias_pointwise``, all matrices [M, C] and contiguous; the bias's [C] in any float dtype, or None
+    where it is not wanted."""
     M, C = input.shape
-    if M == 0 or C == 0:
-        return torch.zeros(1, C, dtype=sums_dtype, device=input.device)
+    if C == 0:
+        return
     chunks = blocks_of(M, _ROWS_PER_PROGRAM)
-    partials = empty_partials(1, chunks, C, sums_dtype, input.device)
-    launch(
-        bias_pointwise_backward_kernel,
-        grid_of(chunks, blocks_of(C, _BLOCK_C)),
-        input.device,
-        output_gradient,
-        input,
-        bias,
-        input_gradient,
-        partials,
-        M,
-        C,
-        *bounds,
-        _ROWS_PER_PROGRAM,
-        GRADIENT=pointwise.gradient,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_C=_BLOCK_C,
-    )
-    return column_sums(partials, sums_dtype)
+    partials = empty_partials((bias_gradient,), chunks)
+    if chunks:
+        launch(
+            bias_pointwise_backward_kernel,
+            grid_of(chunks, blocks_of(C, _BLOCK_C)),
+            input.device,
+            output_gradient,
+            input,
+            bias,
+            input_gradient,
+            *partials,
+            M,
+            C,
+            *bounds,
+            _ROWS_PER_PROGRAM,
+            GRADIENT=pointwise.gradient,
+            BLOCK_M=_BLOCK_M,
+            BLOCK_C=_BLOCK_C,
+        )
+    add_up(partials, (bias_gradient,))

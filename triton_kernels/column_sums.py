@@ -1,5 +1,7 @@
 """The second stage of every sum over rows: partial sums are added in a fixed order, so the result is deterministic."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -7,54 +9,102 @@ import triton.language as tl
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
 
+_BLOCK_CHUNKS, _BLOCK_C = 16, 64
+
 
 @triton.jit
 def column_sums_kernel(
-    partials,  # [sums, chunks, C] float32
-    output,  # [sums, C]
+    partials,  # tuple of [sums, chunks, C] float32
+    outputs,  # tuple of as many [sums, C]
     chunks,
     C,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """output[s, c] = sum over the chunks of partials[s, :, c], in float64: there are few of them."""
+    """outputs[i][s, c] = sum over the chunks of partials[i][s, :, c], in float64: there are few of them."""
     wait_for_launch_before()
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     index = tl.program_id(1).to(tl.int64)
-    total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float64)
-    for first in range(0, chunks, BLOCK_CHUNKS):
-        chunk = first + tl.arange(0, BLOCK_CHUNKS)
-        inside = (chunk < chunks)[:, None] & (columns < C)[None, :]
-        source = partials + (index * chunks + chunk)[:, None] * C + columns[None, :]
-        total += tl.load(source, mask=inside, other=0.0).to(tl.float64)
-    tl.store(output + index * C + columns, tl.sum(total, 0).to(tl.float32), mask=columns < C)
+    for i in tl.static_range(len(outputs)):
+        if tl.program_id(2) == i:
+            total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float64)
+            for first in range(0, chunks, BLOCK_CHUNKS):
+                chunk = first + tl.arange(0, BLOCK_CHUNKS)
+                inside = (chunk < chunks)[:, None] & (columns < C)[None, :]
+                source = partials[i] + (index * chunks + chunk)[:, None] * C + columns[None, :]
+                total += tl.load(source, mask=inside, other=0.0).to(tl.float64)
+            # There is no conversion from float64 to 16 bits.
+            tl.store(outputs[i] + index * C + columns, tl.sum(total, 0).to(tl.float32), mask=columns < C)
 
 
-def empty_partials(sums: int, chunks: int, C: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """For partial sums [sums, chunks, C] that ``column_sums`` will add up to ``dtype``: one chunk is the sum itself."""
-    return torch.empty(sums, chunks, C, dtype=dtype if chunks == 1 else torch.float32, device=device)
+@triton.jit
+def store_sums(target, offsets, values, mask):
+    """Store a kernel's own sums at ``target + offsets``; a sum that nobody wants has None for a target."""
+    if target is not None:
+        tl.store(target + offsets, values, mask=mask)
 
 
-def column_sums(partials: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Sum ``partials`` [sums, chunks, C] (contiguous) over the chunks; returns [sums, C], rounded once to ``dtype``.
+def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> tuple[torch.Tensor | None, ...]:
+    """For what ``add_up`` adds up to ``vectors`` ([C] each, or None), sums over each of ``chunks`` chunks of rows.
 
-    One chunk of that dtype is its sum: a view of it is returned, and nothing launched.
+    The sums over one chunk are the vectors themselves.
+    """
+    if chunks == 1:
+        return tuple(vectors)
+    return tuple(
+        None if vector is None else torch.empty(chunks, vector.numel(), dtype=torch.float32, device=vector.device)
+        for vector in vectors
+    )
+
+
+def float32_partials(
+    vectors: Sequence[torch.Tensor | None], chunks: int, C: int, device: torch.device
+) -> list[torch.Tensor]:
+    """As ``empty_partials``, but for sums that are read on the way: [chunks, C] float32 for every vector, None too."""
+    return [
+        vector
+        if chunks == 1 and vector is not None and vector.dtype == torch.float32
+        else torch.empty(chunks, C, dtype=torch.float32, device=device)
+        for vector in vectors
+    ]
+
+
+def add_up(partials: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
+    """Each of ``outputs`` ([C] or [sums, C], any float dtype) = the sum over the chunks of its ``partials``, float32
+    [chunks, C] or [sums, chunks, C].
+
+    Nothing is launched where there is no output, or it is its own partial sums.
+    """
+    pairs = [
+        (partial, output)
+        for partial, output in zip(partials, outputs, strict=True)
+        if output is not None and partial is not output
+    ]
+    if pairs:
+        sources, targets = zip(*pairs, strict=True)
+        *sums, chunks, C = sources[0].shape
+        launch(
+            column_sums_kernel,
+            (blocks_of(C, _BLOCK_C), *(sums or (1,)), len(targets)),
+            targets[0].device,
+            sources,
+            targets,
+            chunks,
+            C,
+            BLOCK_CHUNKS=_BLOCK_CHUNKS,
+            BLOCK_C=_BLOCK_C,
+            num_warps=4,
+        )
+
+
+def column_sums(partials: torch.Tensor) -> torch.Tensor:
+    """Sum ``partials`` [sums, chunks, C] (float32, contiguous) over the chunks; returns [sums, C].
+
+    One chunk is its sum: a view of it is returned, and nothing launched.
     """
     sums, chunks, C = partials.shape
-    if chunks == 1 and partials.dtype == dtype:
+    if chunks == 1:
         return partials.view(sums, C)
-    output = torch.empty(sums, C, dtype=dtype, device=partials.device)
-    block_c = 64
-    launch(
-        column_sums_kernel,
-        (blocks_of(C, block_c), sums),
-        partials.device,
-        partials,
-        output,
-        chunks,
-        C,
-        BLOCK_CHUNKS=16,
-        BLOCK_C=block_c,
-        num_warps=4,
-    )
+    output = torch.empty(sums, C, dtype=torch.float32, device=partials.device)
+    add_up((partials,), (output,))
     return output

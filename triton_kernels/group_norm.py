@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums, empty_partials
+from triton_kernels.column_sums import add_up, empty_partials, store_sums
 from triton_kernels.grid import blocks_of, grid_of, indices, next_power_of_2, second_place
 from triton_kernels.group_statistics import load_affine, normalize_groups
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -125,7 +125,7 @@ def group_norm_backward_kernel(
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
     input_gradient,  # [M, C]
-    partials,  # [3, chunks, C]: sums over a chunk's rows of dy * normalized, of dy, and of input_gradient
+    sums,  # four of [chunks, C] or None: sums over a chunk's rows of dy * normalized, of dy, of input_gradient twice
     M,
     num_groups,
     min_val,
@@ -176,11 +176,11 @@ def group_norm_backward_kernel(
     C = num_groups * GROUP_SIZE
     columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
-    target = partials + chunk.to(tl.int64) * C + columns
-    sum_stride = tl.num_programs(0).to(tl.int64) * C
-    tl.store(target, tl.sum(weight_sum, 0), mask=real)
-    tl.store(target + sum_stride, tl.sum(shift_sum, 0), mask=real)
-    tl.store(target + 2 * sum_stride, tl.sum(input_sum, 0), mask=real)
+    target = chunk.to(tl.int64) * C + columns
+    store_sums(sums[0], target, tl.sum(weight_sum, 0), real)
+    store_sums(sums[1], target, tl.sum(shift_sum, 0), real)
+    store_sums(sums[2], target, tl.sum(input_sum, 0), real)
+    store_sums(sums[3], target, tl.sum(input_sum, 0), real)
 
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
@@ -240,42 +240,48 @@ def group_norm_backward(
     config: GroupNormConfig,
     *,
     input_gradient: torch.Tensor,
+    vector_gradients: tuple[torch.Tensor | None, ...],
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
-    sums_dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> None:
     """Gradients of ``group_norm``; all matrices are [M, C] and contiguous.
 
-    Returns [3, C] in ``sums_dtype``: the gradients of ``norm_weight`` and ``norm_bias``, and the sum of
-    ``input_gradient`` over the rows (the gradient of a bias added to the input).
+    ``vector_gradients``, each [C] in any float dtype or None where it is not wanted, become those of ``norm_weight``,
+    of ``norm_bias``, and of two biases added to the input: both the sum of ``input_gradient`` over the rows.
+    ``norm_bias`` counts for ``final``'s gradient alone.
     """
     M, C = input.shape
-    if M == 0:
-        return torch.zeros(3, C, dtype=sums_dtype, device=input.device)
     group_size = C // num_groups
     chunks = blocks_of(M, config.rows_per_program)
-    partials = empty_partials(3, chunks, C, sums_dtype, input.device)
-    launch(
-        group_norm_backward_kernel,
-        grid_of(chunks, column_tiles(C, group_size, config)),
-        input.device,
-        output_gradient,
-        input,
-        norm_weight,
-        norm_bias,
-        input_gradient,
-        partials,
-        M,
-        num_groups,
-        *bounds,
-        eps,
-        config.rows_per_program,
-        ACTIVATION=activation.function,
-        ACTIVATION_GRADIENT=activation.gradient,
-        FINAL_GRADIENT=final.gradient,
-        GROUP_SIZE=group_size,
-        **config.blocks(group_size),
-        num_warps=config.num_warps,
-    )
-    return column_sums(partials, sums_dtype)
+    if chunks == 1:
+        stored = sums = vector_gradients
+    else:
+        weight_gradient, shift_gradient, *biases = vector_gradients
+        bias_gradient = biases[1] if biases[0] is None else biases[0]
+        partials = empty_partials((weight_gradient, shift_gradient, bias_gradient), chunks)
+        stored, sums = (*partials, None), (*partials, partials[2])
+    if chunks:
+        launch(
+            group_norm_backward_kernel,
+            grid_of(chunks, column_tiles(C, group_size, config)),
+            input.device,
+            output_gradient,
+            input,
+            norm_weight,
+            norm_bias,
+            input_gradient,
+            stored,
+            M,
+            num_groups,
+            *bounds,
+            eps,
+            config.rows_per_program,
+            ACTIVATION=activation.function,
+            ACTIVATION_GRADIENT=activation.gradient,
+            FINAL_GRADIENT=final.gradient,
+            GROUP_SIZE=group_size,
+            **config.blocks(group_size),
+            num_warps=config.num_warps,
+        )
+    add_up(sums, vector_gradients)

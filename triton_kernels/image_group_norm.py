@@ -1,6 +1,8 @@
 """Group norm of images, [B, C, S] as ``image_tiles`` has them: passes over tiles of channels and pixels, forward and
 backward, with the statistics of ``image_statistics``."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -72,8 +74,8 @@ def channel_sums_kernel(
     rstd,  # [B * G]
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
-    sums,  # [2, B, strips, C]: sums over a strip's pixels of dy * normalized, and of dy
-    plane,  # B * strips * C
+    weight_sums,  # [B, strips, C]: sums over a strip's pixels of dy * normalized
+    shift_sums,  # [B, strips, C]: and of dy
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
@@ -116,14 +118,14 @@ def channel_sums_kernel(
         weight_sum += tl.where(inside, dy * normalized, 0.0)
         shift_sum += tl.where(inside, dy, 0.0)
     target = tl.program_id(0).to(tl.int64) * channels + c
-    tl.store(sums + target, tl.sum(weight_sum, 1), mask=c < channels)
-    tl.store(sums + plane + target, tl.sum(shift_sum, 1), mask=c < channels)
+    tl.store(weight_sums + target, tl.sum(weight_sum, 1), mask=c < channels)
+    tl.store(shift_sums + target, tl.sum(shift_sum, 1), mask=c < channels)
 
 
 @triton.jit
 def group_means_kernel(
-    sums,  # [2, B, strips, C]
-    plane,  # B * strips * C
+    weight_sums,  # [B, strips, C]
+    shift_sums,  # [B, strips, C]
     norm_weight,  # [C] or None
     projection,  # [B * G]: mean of norm_weight * dy * normalized
     gradient_mean,  # [B * G]: mean of norm_weight * dy
@@ -150,8 +152,8 @@ def group_means_kernel(
             t = strip + tl.arange(0, BLOCK_T)
             inside = (t < strips)[:, None] & (c < GROUP_SIZE)[None, :]
             source = (sample * strips + t)[:, None] * channels + (first_channel + c)[None, :]
-            projections += weight[None, :] * tl.load(sums + source, mask=inside, other=0.0)
-            means += weight[None, :] * tl.load(sums + plane + source, mask=inside, other=0.0)
+            projections += weight[None, :] * tl.load(weight_sums + source, mask=inside, other=0.0)
+            means += weight[None, :] * tl.load(shift_sums + source, mask=inside, other=0.0)
     width = tl.cast(pixels, tl.float32) * GROUP_SIZE
     tl.store(projection + tl.program_id(0), tl.sum(tl.sum(projections, 1), 0) / width)
     tl.store(gradient_mean + tl.program_id(0), tl.sum(tl.sum(means, 1), 0) / width)
@@ -294,7 +296,7 @@ def image_group_norm_backward(
     config: ImageNormConfig,
     *,
     input_gradient: torch.Tensor,
-    norm_sums: torch.Tensor,
+    norm_sums: Sequence[torch.Tensor],
     bias_sums: torch.Tensor | None = None,
     input_bias: torch.Tensor | None = None,
     activation: Pointwise = IDENTITY,
@@ -304,8 +306,8 @@ def image_group_norm_backward(
 ) -> None:
     """The gradient at ``input`` of ``image_group_norm`` over its own statistics; all [B, C, S] with any strides.
 
-    ``norm_sums`` [2, B, config.strips(S), C] becomes the partial sums of the gradients of norm_weight and norm_bias,
-    ``bias_sums`` [B, config.strips(S), C] those of the gradient at ``input`` over the pixels (float32).
+    ``norm_sums``, two of [B, config.strips(S), C], become the partial sums of the gradients of norm_weight and
+    norm_bias, ``bias_sums`` [B, config.strips(S), C] those of the gradient at ``input`` over the pixels (float32).
     ``input_gradient`` becomes ``stored`` of it, a function as ``triton_kernels.pointwise`` describes them.
     """
     if input.numel() == 0:
@@ -344,8 +346,7 @@ def image_group_norm_backward(
         rstd,
         norm_weight,
         norm_bias,
-        norm_sums,
-        norm_sums.stride(0),
+        *norm_sums,
         *sizes,
         **options,
     )
@@ -353,8 +354,7 @@ def image_group_norm_backward(
         group_means_kernel,
         (B * num_groups,),
         input.device,
-        norm_sums,
-        norm_sums.stride(0),
+        *norm_sums,
         norm_weight,
         projection,
         gradient_mean,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums, empty_partials
+from triton_kernels.column_sums import add_up, empty_partials, store_sums
 from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -55,7 +55,7 @@ def add_up_output_gradient(
         values = tl.load(source + rows.to(tl.int64)[None, :] * row_stride, mask=inside, other=0.0).to(tl.float64)
         total += tl.sum(values, 1)
         tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
-    tl.store(column_partials + share.to(tl.int64) * C + columns, total.to(tl.float32), mask=column_inside)
+    store_sums(column_partials, share.to(tl.int64) * C + columns, total.to(tl.float32), column_inside)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def sums_and_ranks_kernel(
     column_stride,
     row_stride,
     row_partials,  # [blocks of C, M] float64: sums over a block's columns
-    column_partials,  # [shares of M, C]: sums over a share's rows
+    column_partials,  # [shares of M, C] or None: sums over a share's rows
     column,  # [M]: where each row's minimum was found
     order,  # [M]
     offsets,  # [num_groups + 1]
@@ -273,8 +273,9 @@ def column_gradients_kernel(
     z_gradient,  # [M, GROUP_SIZE]
     order,
     offsets,
-    sums,  # [3, N]: gradients of linear_bias, norm_weight and norm_bias
-    N,
+    linear_bias_gradient,  # [N] or None, as the next two
+    norm_weight_gradient,
+    norm_bias_gradient,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
@@ -300,12 +301,12 @@ def column_gradients_kernel(
         values = tl.load(normalized + offset, mask=inside, other=0.0)
         norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
         norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
-    target = sums + group * GROUP_SIZE + members
+    target = group * GROUP_SIZE + members
     member_inside = members < GROUP_SIZE
     # There is no conversion from float64 to 16 bits.
-    tl.store(target, bias_sum.to(tl.float32), mask=member_inside)
-    tl.store(target + N, norm_weight_sum.to(tl.float32), mask=member_inside)
-    tl.store(target + N + N, norm_bias_sum.to(tl.float32), mask=member_inside)  # 2 * N may not fit int32
+    store_sums(linear_bias_gradient, target, bias_sum.to(tl.float32), member_inside)
+    store_sums(norm_weight_gradient, target, norm_weight_sum.to(tl.float32), member_inside)
+    store_sums(norm_bias_gradient, target, norm_bias_sum.to(tl.float32), member_inside)
 
 
 def _sorted_rows(column: torch.Tensor, num_groups: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,13 +321,14 @@ def sums_and_order(
     column: torch.Tensor,
     num_groups: int,
     group_size: int,
-    sums_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What does not wait for anything else: (row_partials, row sums, order, offsets).
+    bias_gradient: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What does not wait for anything else: (row_partials, order, offsets).
 
     ``output_gradient`` is [C, M], at any strides. row_partials [blocks, M] are its sums over blocks of its columns, in
-    float64, for ``winner_backward``; the row sums [C] are in ``sums_dtype``. order [M] are the rows in the order of
-    their winning groups, offsets [num_groups + 1] say where each group's begin.
+    float64, for ``winner_backward``. order [M] are the rows in the order of their winning groups, offsets
+    [num_groups + 1] say where each group's begin. ``bias_gradient``, [C] in any float dtype or None where it is not
+    wanted, becomes the sums of ``output_gradient`` over the rows.
     """
     C, M = output_gradient.shape
     device = output_gradient.device
@@ -337,7 +339,7 @@ def sums_and_order(
     # These may cancel out, and are one row's whole gradient: float32 would show in it.
     row_partials = torch.empty(column_blocks, M, dtype=torch.float64, device=device)
     shares = blocks_of(M, rows_per_program) if M else 0
-    column_partials = empty_partials(1, shares, C, sums_dtype, device)
+    column_partials = empty_partials((bias_gradient,), shares)
     sum_programs, row_programs, rank_programs = shares * column_blocks, blocks_of(M, block), 0
     if M <= _MOST_RANKED_ROWS:
         order = torch.empty(M, dtype=torch.int32, device=device)
@@ -353,7 +355,7 @@ def sums_and_order(
             output_gradient,
             *output_gradient.stride(),
             row_partials,
-            column_partials,
+            *column_partials,
             column,
             order,
             offsets,
@@ -371,7 +373,8 @@ def sums_and_order(
             BLOCK_OTHERS=128,
             num_warps=4,
         )
-    return row_partials, column_sums(column_partials, sums_dtype)[0], order, offsets
+    add_up(column_partials, (bias_gradient,))
+    return row_partials, order, offsets
 
 
 def winner_backward(
@@ -464,14 +467,16 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
 
 
 def column_gradients(
-    minimum_gradient, winner, z_gradient, order, offsets, sums_dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Gradients of linear_bias, norm_weight and norm_bias, [3, N] in ``sums_dtype``."""
+    minimum_gradient, winner, z_gradient, order, offsets, vector_gradients: tuple[torch.Tensor | None, ...]
+) -> None:
+    """``vector_gradients`` become those of linear_bias, norm_weight and norm_bias: each [N] in any float dtype, or None
+    where it is not wanted."""
+    if all(gradient is None for gradient in vector_gradients):
+        return
     column, _, normalized = winner
     group_size = normalized.shape[1]
     num_groups = offsets.numel() - 1
     block_group = next_power_of_2(group_size)
-    sums = torch.empty(3, num_groups * group_size, dtype=sums_dtype, device=column.device)
     launch(
         column_gradients_kernel,
         (num_groups,),
@@ -482,10 +487,8 @@ def column_gradients(
         z_gradient,
         order,
         offsets,
-        sums,
-        num_groups * group_size,
+        *vector_gradients,
         GROUP_SIZE=group_size,
         BLOCK_M=max(1, 2048 // block_group),
         BLOCK_GROUP=block_group,
     )
-    return sums

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import column_sums
+from triton_kernels.column_sums import add_up, float32_partials
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -144,7 +144,8 @@ def channel_sums_kernel(
     rstd,  # [B * G]
     norm_weight,  # [C] or None
     norm_bias,  # [C] or None
-    sums,  # [2, B, C]: sums over the pixels of dy * normalized, and of dy
+    weight_sums,  # [B, C]: sums over the pixels of dy * normalized
+    shift_sums,  # [B, C]: and of dy
     rows,  # B * C
     pixels,
     channels,
@@ -181,13 +182,14 @@ def channel_sums_kernel(
         dy = FINAL_GRADIENT(dy, normalized * weight[:, None] + shift[:, None], min_val, max_val)
         weight_sum += tl.where(inside, dy * normalized, 0.0)
         shift_sum += tl.where(inside, dy, 0.0)
-    tl.store(sums + row, tl.sum(weight_sum, 1), mask=row_inside)
-    tl.store(sums + (rows + row), tl.sum(shift_sum, 1), mask=row_inside)
+    tl.store(weight_sums + row, tl.sum(weight_sum, 1), mask=row_inside)
+    tl.store(shift_sums + row, tl.sum(shift_sum, 1), mask=row_inside)
 
 
 @triton.jit
 def group_means_kernel(
-    sums,  # [2, B * G, GROUP_SIZE]
+    weight_sums,  # [B * G, GROUP_SIZE]
+    shift_sums,  # [B * G, GROUP_SIZE]
     norm_weight,  # [C] or None
     means,  # [2, B * G]
     width,
@@ -205,9 +207,9 @@ def group_means_kernel(
         members = first + tl.arange(0, BLOCK)
         inside = members < GROUP_SIZE
         weight = load_channels(norm_weight, sample_group % num_groups, members, GROUP_SIZE, 1.0)
-        source = sums + sample_group.to(tl.int64) * GROUP_SIZE + members
-        projection += weight * tl.load(source, mask=inside, other=0.0)
-        mean += weight * tl.load(source + groups.to(tl.int64) * GROUP_SIZE, mask=inside, other=0.0)
+        source = sample_group.to(tl.int64) * GROUP_SIZE + members
+        projection += weight * tl.load(weight_sums + source, mask=inside, other=0.0)
+        mean += weight * tl.load(shift_sums + source, mask=inside, other=0.0)
     tl.store(means + sample_group, tl.sum(projection, 0) / width)
     tl.store(means + groups + sample_group, tl.sum(mean, 0) / width)
 
@@ -361,25 +363,30 @@ def wide_group_norm_backward(
     eps: float,
     *,
     input_gradient: torch.Tensor,
+    vector_gradients: tuple[torch.Tensor | None, torch.Tensor | None],
     statistics: torch.Tensor | None = None,
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
-    sums_dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Gradients of ``wide_group_norm``; returns those of norm_weight and norm_bias, [2, C] in ``sums_dtype``.
+) -> None:
+    """Gradients of ``wide_group_norm``.
 
-    ``statistics`` are what the forward pass returned; without them they are computed again.
+    ``vector_gradients``, each [C] in any float dtype or None where it is not wanted, become those of ``norm_weight``
+    and ``norm_bias``, which counts for ``final``'s gradient alone. ``statistics`` are what the forward pass returned;
+    without them they are computed again.
     """
     B, C, S = input.shape
     if input.numel() == 0:
-        return torch.zeros(2, C, dtype=sums_dtype, device=input.device)
+        for vector in vector_gradients:
+            if vector is not None:
+                vector.zero_()
+        return
     group_size = C // num_groups
     width = group_size * S
     blocks, places = _blocks(width)
     if statistics is None:
         statistics = group_statistics(input, num_groups, eps, activation=activation, bounds=bounds)
-    sums = torch.empty(2, B, C, dtype=torch.float32, device=input.device)
+    sums = float32_partials(vector_gradients, B, C, input.device)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     block_pixels = min(1024, next_power_of_2(S))
     block_rows = 1024 // block_pixels
@@ -393,7 +400,7 @@ def wide_group_norm_backward(
         statistics[1],
         norm_weight,
         norm_bias,
-        sums,
+        *sums,
         B * C,
         S,
         C,
@@ -408,7 +415,7 @@ def wide_group_norm_backward(
         group_means_kernel,
         (B * num_groups,),
         input.device,
-        sums,
+        *sums,
         norm_weight,
         means,
         width,
@@ -439,4 +446,4 @@ def wide_group_norm_backward(
         GROUP_SIZE=group_size,
         **places,
     )
-    return column_sums(sums, sums_dtype)
+    add_up(sums, vector_gradients)

@@ -1,5 +1,7 @@
 """Promise: under torch.compile each function is one graph, for batches of any size, and gives the same bits."""
 
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -7,7 +9,18 @@ from torch._dynamo.utils import counters
 
 import ops
 from tests.accuracy import draw_grad_output, run
-from tests.chains import CHAINS, GROUP_NORM, L19, LINEAR_CHAINS, Problem, chain_id, make_arguments, tensors_of
+from tests.chains import (
+    CHAINS,
+    GROUP_NORM,
+    L19,
+    L75,
+    LINEAR,
+    LINEAR_CHAINS,
+    Problem,
+    chain_id,
+    make_arguments,
+    tensors_of,
+)
 
 PROBLEM = Problem(rows=5, depth=16, groups=4, group_size=8)
 
@@ -103,6 +116,86 @@ def test_modules(module, arguments):
     assert torch.equal(output, expected)
     output.square().sum().backward()
     same_bits({name: parameter.grad for name, parameter in eager.named_parameters()}, gradients)
+
+
+#: Each pair of a chain's vectors; L75's bias has another shape.
+TIED = [
+    pytest.param(chain, *pair, id="-".join((chain.name, *pair)))
+    for chain in (*CHAINS, L19)
+    for pair in itertools.combinations([name for name in chain.vectors if (chain, name) != (L75, "bias")], 2)
+]
+
+
+def same_under_the_compiler(function, leaves):
+    """Default compilation but for its last stage, which needs a GPU here; without ``fullgraph``, and with it."""
+    expected = function(*leaves)
+    grad_output = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.autograd.grad(expected, leaves, grad_output)
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        output = torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(*leaves)
+        assert torch.equal(output, expected)
+        for compiled, eager in zip(torch.autograd.grad(output, leaves, grad_output), gradients, strict=True):
+            assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize("chain, first, second", TIED)
+def test_tied_vectors(chain, first, second):
+    """One tensor as two arguments: its gradient is the sum of theirs."""
+    arguments = make_arguments(chain, PROBLEM, torch.float32)
+    names = [name for name in tensors_of(arguments) if name != second]
+    leaves = [arguments[name].detach().requires_grad_() for name in names]
+
+    def function(*leaves):
+        tensors = dict(zip(names, leaves, strict=True))
+        return chain.function(**{**arguments, **tensors, second: tensors[first]})
+
+    same_under_the_compiler(function, leaves)
+
+
+@pytest.mark.parametrize("chain", [*LINEAR_CHAINS, LINEAR], ids=chain_id)
+def test_input_is_the_weight(chain):
+    arguments = make_arguments(chain, Problem(rows=32, depth=16, groups=4, group_size=8), torch.float32)
+    leaf = arguments["weight"].detach().requires_grad_()
+    same_under_the_compiler(lambda leaf: chain.function(**{**arguments, "input": leaf, "weight": leaf}), [leaf])
+
+
+def tied_linear_hardtanh_mish():
+    module = ops.LinearHardtanhMishGroupNorm(16, 32, (32,), 4)
+    module.bias = module.gemm.bias
+    return module
+
+
+def tied_to_the_norm(module, layer):
+    getattr(module, layer).bias = module.group_norm.bias
+    return module
+
+
+@pytest.mark.parametrize(
+    "make, sample",
+    [
+        pytest.param(tied_linear_hardtanh_mish, (16,), id="L94"),
+        pytest.param(
+            lambda: tied_to_the_norm(ops.LinearGroupNormMin(16, 32, 4, (1, 32, 1, 1)), "gemm"), (16,), id="L75"
+        ),
+        pytest.param(
+            lambda: tied_to_the_norm(ops.LinearGroupNormHardtanh(16, 32, 4, -2.0, 2.0), "gemm"), (16,), id="L30"
+        ),
+        pytest.param(
+            lambda: tied_to_the_norm(ops.ConvTranspose2dGeluGroupNorm(6, 8, 3, 1, 8, 4), "conv_transpose"),
+            (6, 5, 4),
+            id="L19",
+        ),
+    ],
+)
+def test_tied_modules(make, sample):
+    module, input = make(), torch.randn(5, *sample)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+
+    def function(*parameters):
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (input,))
+
+    same_under_the_compiler(function, list(parameters))
 
 
 @by_chain

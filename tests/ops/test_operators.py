@@ -15,6 +15,11 @@ def vectors(count, present=True):
     return [random(32 + i)[:32].clone() if present else None for i in range(count)]
 
 
+def dtypes(count, present=True):
+    """Of vectors' gradients: each its own, and None where none is wanted."""
+    return [torch.bfloat16, None, torch.float32, torch.float16][:count] if present else [None] * count
+
+
 L19_OPERATORS = (
     "conv_transpose2d_gelu_group_norm",
     "conv_transpose2d_gelu_group_norm_backward",
@@ -34,7 +39,9 @@ def samples(M):
         "linear_input_gradient": [[gradient, weight]],
         "linear_weight_gradient": [[gradient, input]],
         "bias_hardtanh_mish": [[gradient, *vectors(1, present), *bounds] for present in (True, False)],
-        "bias_hardtanh_mish_backward": [[gradient, z, *vectors(1, present), *bounds] for present in (True, False)],
+        "bias_hardtanh_mish_backward": [
+            [gradient, z, *vectors(1, present), *bounds, *dtypes(1, present)] for present in (True, False)
+        ],
         "linear_group_norm_min": [
             [input, weight, *vectors(1, present), G, *vectors(3, present), eps, training]
             for present, training in presence_and_training
@@ -42,7 +49,7 @@ def samples(M):
         "linear_group_norm_min_backward": [
             [
                 *(random(C, M), column, rstd, random(M, C // groups), *vectors(1, present)),
-                *(input, weight, groups, *wanted),
+                *(input, weight, groups, *wanted, *dtypes(4, present)),
             ]
             for present, wanted in ((True, (True, True)), (False, (True, False)))
             for groups in (4, 16)  # few are multiplied as dense matrices, many are not
@@ -54,7 +61,7 @@ def samples(M):
             for values, present in ((volume, True), (z, True), (volume.mT.contiguous().mT, False))
         ]
         result[f"{name}_backward"] = [
-            [*tensors, G, *vectors(2, present), *bounds, eps]
+            [*tensors, G, *vectors(2, present), *bounds, eps, *dtypes(2, present)]
             for tensors in ((volume_gradient, volume), (gradient, z))
             for present in (True, False)
         ]
@@ -70,8 +77,8 @@ def samples(M):
         for present, wanted in ((True, (True, True)), (False, (True, False)), (True, (False, True))):
             backward.append(
                 [
-                    *(convolved + 1, image, kernel, convolved, statistics, *vectors(3, present)),
-                    *(G, *geometry, approximate, True, *wanted),
+                    *(convolved + 1, image, kernel, convolved, statistics, *vectors(2, present)),
+                    *(G, *geometry, approximate, False, *wanted, *dtypes(3, present)),
                 ]
             )
     for name in ("linear_hardtanh_mish_group_norm", "linear_group_norm_hardtanh"):
@@ -79,21 +86,19 @@ def samples(M):
             [input, weight, *vectors(2, present), G, *vectors(2, present), *bounds, eps, training]
             for present, training in presence_and_training
         ]
-        result[f"{name}_backward"] = [[gradient, z, G, *vectors(2, present), *bounds, eps] for present in (True, False)]
-    for name in result:
-        if name.endswith("_backward"):
-            for i, arguments in enumerate(result[name]):
-                arguments.append((torch.bfloat16, torch.float32)[i % 2])  # of the sums over rows
+        result[f"{name}_backward"] = [
+            [gradient, z, G, *vectors(2, present), *bounds, eps, *dtypes(4, present)] for present in (True, False)
+        ]
     return result
 
 
 SAMPLES = samples(3)
-#: Each operator's first sample in other ways: matrices and images whose last two axes are swapped in memory (vectors
-#: are contiguous by contract), and no batch.
+#: Each operator's first sample in other ways: matrices and images whose last two axes are swapped in memory, vectors at
+#: stride 2, and no batch.
 OTHERWISE = {
     "permuted": {
         name: [
-            with_layout(each, "transposed") if isinstance(each, torch.Tensor) and each.ndim > 1 else each
+            with_layout(each, "transposed" if each.ndim > 1 else "strided") if isinstance(each, torch.Tensor) else each
             for each in first
         ]
         for name, (first, *_) in SAMPLES.items()

@@ -1,21 +1,30 @@
 """Promise: little is kept for the backward pass: of the size batch x channels nothing for L75, one for L94 and L30."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.chains import (
+    BIAS_HARDTANH_MISH,
     BLOCKS,
     CHAINS,
     DTYPES,
+    GELU_GROUP_NORM,
+    GROUP_NORM,
+    GROUP_NORM_HARDTANH,
+    L19,
     L30,
     L75,
     L94,
+    LINEAR,
     LINEAR_CHAINS,
     Problem,
     chain_id,
     make_arguments,
     tensors_of,
+    with_layout,
 )
 
 #: Groups that a tile of the product holds, of no power of two, and wider than a tile; few groups and many.
@@ -100,6 +109,91 @@ def test_kept_for_one_parameter(chain):
         arguments[name].requires_grad_()
         _, kept = saved_tensors(chain.function, arguments)
         assert sum(tensor.numel() >= problem.rows * problem.channels for tensor in kept) <= KEPT[chain]
+
+
+FUNCTIONS = (*CHAINS, L19)
+
+
+def gradients(chain, arguments, *, unpacked=None, changed=()):
+    """Of all tensors; ``unpacked`` is made of each saved one, and ``changed`` are changed in place after the call."""
+    arguments = with_gradients(arguments)
+    leaves = tensors_of(arguments)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked) if unpacked else nullcontext():
+        output = chain.function(**arguments)
+    with torch.no_grad():
+        for name in changed:
+            arguments[name].add_(1)
+    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.dtype)
+    return dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), grad_output), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["strided", "misaligned"])
+@pytest.mark.parametrize("problem", [PROBLEMS[1], PROBLEMS[2]], ids=["narrow", "wide"])
+@pytest.mark.parametrize("chain", FUNCTIONS, ids=chain_id)
+def test_unpacked_otherwise(chain, problem, layout):
+    """A hook may give back equal values that lie in memory otherwise, as one that offloads or compresses them."""
+    if chain is L19:
+        problem = Problem(rows=2, depth=6, groups=2, group_size=4)
+    arguments, layouts = make_arguments(chain, problem, torch.bfloat16), []
+
+    def unpacked(tensor):
+        layouts.append(with_layout(tensor, layout))
+        return layouts[-1]
+
+    expected, results = gradients(chain, arguments), gradients(chain, arguments, unpacked=unpacked)
+    assert any(tensor.ndim == 1 for tensor in layouts) or chain is LINEAR
+    for name in expected:
+        torch.testing.assert_close(results[name], expected[name], msg=name)  # the library adds in another order
+
+
+#: Vectors whose values a gradient is made of: a norm's weight as in PyTorch, which saves what is added to a bias in
+#: place of the bias.
+READ = {
+    L94: {"norm_weight"},
+    L75: {"norm_weight"},
+    L30: {"norm_weight", "norm_bias"},
+    L19: {"norm_weight"},
+    LINEAR: set(),
+    BIAS_HARDTANH_MISH: {"bias"},
+    GROUP_NORM: {"weight"},
+    GROUP_NORM_HARDTANH: {"weight", "bias"},
+    GELU_GROUP_NORM: {"weight"},
+}
+
+
+@pytest.mark.parametrize("chain", FUNCTIONS, ids=chain_id)
+def test_changed_before_the_backward_pass(chain):
+    """In place: gradients are those of the forward pass's values, or refused where they would be made of new ones."""
+    problem = Problem(rows=3, depth=6, groups=2, group_size=4)
+    arguments = make_arguments(chain, problem, torch.bfloat16)
+    expected = gradients(chain, arguments)
+    for name in READ[chain]:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(chain, make_arguments(chain, problem, torch.bfloat16), changed=[name])
+    others = [name for name in chain.vectors if name not in READ[chain]]
+    results = gradients(chain, make_arguments(chain, problem, torch.bfloat16), changed=others)
+    for name in expected:
+        assert torch.equal(results[name], expected[name]), name
+
+
+def test_convolution_bias_that_the_norms_passes_add():
+    """Where the library convolves, z is without it."""
+    arguments = make_arguments(L19, Problem(rows=2, depth=6, groups=2, group_size=4), torch.float32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(L19, arguments, changed=["conv_bias"])
+
+
+@pytest.mark.parametrize("chain", [LINEAR, L94, L30], ids=chain_id)
+def test_matrices_kept_for_one_gradient(chain):
+    """As of PyTorch's Linear: the input is for the weight's gradient, the weight for the input's."""
+    for wanted, changed in (("input", "input"), ("weight", "weight")):
+        arguments = make_arguments(chain, PROBLEMS[0], torch.bfloat16)
+        arguments[wanted].requires_grad_()
+        output = chain.function(**arguments)
+        (expected,) = torch.autograd.grad(output.sum(), arguments[wanted], retain_graph=True)
+        with torch.no_grad():
+            arguments[changed].add_(1)
+        assert torch.equal(*torch.autograd.grad(output.sum(), arguments[wanted]), expected)
 
 
 class Results(TorchDispatchMode):

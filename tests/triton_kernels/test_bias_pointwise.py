@@ -26,15 +26,17 @@ def test_against_autograd(rows, channels, name):
         (expected_gradient,) = torch.autograd.grad(expected, leaf, gradient.double())
         output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
         bias_pointwise(values, bias, pointwise, (-0.75, 1.5), output=output)
-        sums = bias_pointwise_backward(gradient, values, bias, pointwise, (-0.75, 1.5), input_gradient=input_gradient)
+        sums, arguments = torch.full((channels,), torch.nan), (gradient, values, bias, pointwise, (-0.75, 1.5))
+        bias_pointwise_backward(*arguments, input_gradient=input_gradient, bias_gradient=sums)
         torch.testing.assert_close(output.double(), expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(input_gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(sums[0].double(), expected_gradient.sum(0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sums.double(), expected_gradient.sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows, channels", [(0, 5), (5, 0)])
 def test_nothing_to_do(rows, channels):
     empty = torch.empty(rows, channels)
     bias_pointwise(empty, None, HARDTANH, (-1.0, 1.0), output=empty)
-    sums = bias_pointwise_backward(empty, empty, None, HARDTANH, (-1.0, 1.0), input_gradient=empty)
-    assert torch.equal(sums, torch.zeros(1, channels))
+    sums, arguments = torch.full((channels,), torch.nan), (empty, empty, None, HARDTANH, (-1.0, 1.0))
+    bias_pointwise_backward(*arguments, input_gradient=empty, bias_gradient=sums)
+    assert torch.equal(sums, torch.zeros(channels))

@@ -3,25 +3,55 @@
 import pytest
 import torch
 
-from triton_kernels.column_sums import column_sums, empty_partials
+from triton_kernels.column_sums import add_up, column_sums, empty_partials, float32_partials
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("sums, chunks, channels", [(1, 1, 1), (3, 5, 70), (2, 16, 64), (1, 100, 65), (3, 33, 200)])
 def test_against_float64(sums, chunks, channels):
-    partials = torch.randn(sums, chunks, channels, generator=torch.Generator().manual_seed(chunks))
+    partials = draw(sums, chunks, channels)
     assert torch.equal(column_sums(partials), partials.double().sum(1).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_other_dtypes(chunks, dtype):
-    """One chunk of the dtype wanted is its sum; one of another is rounded to it, as sums are."""
-    partials = torch.randn(2, chunks, 70, generator=torch.Generator().manual_seed(0))
-    expected = partials.double().sum(1).float().to(dtype)
-    assert torch.equal(column_sums(partials, dtype), expected)
-    written = empty_partials(2, chunks, 70, dtype, partials.device).copy_(partials)
-    sums = column_sums(written, dtype)
-    assert torch.equal(sums, expected) and (sums.data_ptr() == written.data_ptr()) == (chunks == 1)
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_vectors_of_any_dtype(chunks):
+    """Each in memory of its own, rounded once; two may get the same sums, and one that is not wanted is None."""
+    vectors = [torch.full((70,), torch.nan, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    vectors.insert(1, None)
+    sums = [draw(chunks, 70, seed=seed) for seed in (0, 1, 2, 2)]
+    add_up(sums, vectors)
+    for each, vector in zip(sums, vectors, strict=True):
+        assert vector is None or torch.equal(vector, each.double().sum(0).float().to(vector.dtype))
+
+
+def test_sums_of_samples():
+    """Several sums for each output."""
+    partials = [draw(5, 3, 70, seed=seed) for seed in (0, 1)]
+    outputs = [torch.empty(5, 70) for _ in partials]
+    add_up(partials, outputs)
+    for each, output in zip(partials, outputs, strict=True):
+        assert torch.equal(output, each.double().sum(1).float())
+
+
+def test_partials():
+    """One chunk is its sum: it is written to where it belongs, for sums that are read on the way if that is float32."""
+    vectors = (torch.empty(7), None, torch.empty(7, dtype=torch.bfloat16))
+    assert empty_partials(vectors, 1) == vectors
+    for chunks in (0, 3):
+        first, absent, last = empty_partials(vectors, chunks)
+        assert absent is None and first.shape == last.shape == (chunks, 7)
+        assert first.dtype == last.dtype == torch.float32
+    assert [each is vector for each, vector in zip(float32_partials(vectors, 1, 7, "cpu"), vectors, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+    for chunks in (1, 3):
+        shapes = [tuple(each.view(chunks, 7).shape) for each in float32_partials(vectors, chunks, 7, "cpu")]
+        assert shapes == [(chunks, 7)] * 3
 
 
 def test_no_channels_and_no_chunks():

@@ -31,11 +31,11 @@ def test_against_autograd(rows, num_groups, group_size, config, name):
     options = {"activation": activation, "final": final, "bounds": (-0.75, 1.5)}
     output, input_gradient = torch.full_like(z, torch.nan), torch.full_like(z, torch.nan)
     group_norm(z, num_groups, weight, bias, 1e-5, config, output=output, **options)
-    sums = group_norm_backward(
-        gradient, z, num_groups, weight, bias, 1e-5, config, input_gradient=input_gradient, **options
-    )
-    results = (output, input_gradient, sums[0], sums[1], sums[2])
-    truths = (expected, *expected_gradients, expected_gradients[0].sum(0))
+    sums = torch.full((4, channels), torch.nan)
+    arguments = (gradient, z, num_groups, weight, bias, 1e-5, config)
+    group_norm_backward(*arguments, input_gradient=input_gradient, vector_gradients=sums.unbind(), **options)
+    results = (output, input_gradient, *sums)
+    truths = (expected, *expected_gradients, *[expected_gradients[0].sum(0)] * 2)
     for result, truth in zip(results, truths, strict=True):
         torch.testing.assert_close(result.double(), truth.detach(), rtol=1e-4, atol=1e-4)
 
@@ -46,9 +46,28 @@ def test_tiles_cover_all_groups():
     assert column_tiles(3000, 1000, GroupNormConfig(4, 64, 8)) == 3  # never less than a group
 
 
+@pytest.mark.parametrize("wanted", [(0,), (3,), (1, 2), ()], ids=str)
+@pytest.mark.parametrize("rows", [1, 21])
+def test_what_is_wanted(rows, wanted):
+    """Sums of one chunk of rows and of several, in any dtype: those that are wanted do not depend on others."""
+    z, gradient = torch.randn(2, rows, 20, generator=torch.Generator().manual_seed(0))
+
+    def sums(*vectors):
+        arguments = (gradient, z, 4, None, None, 1e-5, CONFIGS[1])
+        group_norm_backward(*arguments, input_gradient=torch.empty_like(z), vector_gradients=vectors)
+        return vectors
+
+    every = sums(*torch.empty(4, 20).unbind())
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
+    some = sums(*(torch.empty(20, dtype=dtypes[i]) if i in wanted else None for i in range(4)))
+    for i in wanted:
+        assert torch.equal(some[i], every[i].to(dtypes[i]))
+
+
 def test_no_rows():
     config, empty = CONFIGS[1], torch.empty(0, 20)
     group_norm(empty, 4, None, None, 1e-5, config, output=empty)
-    assert torch.equal(
-        group_norm_backward(empty, empty, 4, None, None, 1e-5, config, input_gradient=empty), torch.zeros(3, 20)
-    )
+    sums = torch.full((4, 20), torch.nan)
+    arguments = (empty, empty, 4, None, None, 1e-5, config)
+    group_norm_backward(*arguments, input_gradient=empty, vector_gradients=sums.unbind())
+    assert torch.equal(sums, torch.zeros(4, 20))

@@ -149,7 +149,7 @@ def our_results(
         values,
         *arguments,
         input_gradient=input_gradient,
-        norm_sums=norm_sums,
+        norm_sums=norm_sums.unbind(),
         bias_sums=bias_sums,
         bounds=BOUNDS,
         **options,
@@ -272,7 +272,7 @@ def test_some_samples_at_a_time():
                 values[span],
                 *arguments,
                 input_gradient=input_gradient[span],
-                norm_sums=norm_sums[:, span],
+                norm_sums=norm_sums[:, span].unbind(),
                 bias_sums=bias_sums[span],
                 activation=GELU,
             )
@@ -318,7 +318,7 @@ def test_nothing_to_do(shape):
     norm_sums = torch.empty(2, shape[0], CONFIGS[0].strips(shape[2]), 6)
     image_group_norm(empty, statistics, None, None, CONFIGS[0], output=empty)
     image_group_norm_backward(
-        empty, empty, statistics, None, None, CONFIGS[0], input_gradient=empty, norm_sums=norm_sums
+        empty, empty, statistics, None, None, CONFIGS[0], input_gradient=empty, norm_sums=norm_sums.unbind()
     )
 
 

@@ -22,14 +22,14 @@ def winners(rows, groups, group_size, seed=0):
 
 def sums_of(gradient):
     """Those over blocks of channels, and over the rows; each row's minimum lies in the first column."""
-    column = torch.zeros(gradient.shape[1], dtype=torch.int32)
-    return backward.sums_and_order(gradient, column, 1, gradient.shape[0])[:2]
+    column, over_rows = torch.zeros(gradient.shape[1], dtype=torch.int32), torch.full(gradient.shape[:1], torch.nan)
+    return backward.sums_and_order(gradient, column, 1, gradient.shape[0], over_rows)[0], over_rows
 
 
 def order_of(column, groups, group_size):
     """The rows by group, and where each begins."""
     gradient = torch.zeros(groups * group_size, column.numel())
-    return backward.sums_and_order(gradient, column, groups, group_size)[2:]
+    return backward.sums_and_order(gradient, column, groups, group_size, None)[1:]
 
 
 @pytest.mark.parametrize("programs", [1, 4, 256])
@@ -136,7 +136,9 @@ def test_column_gradients():
     column.clamp_(max=3 * group_size - 1)
     order, offsets = order_of(column, groups, group_size)
     minimum_gradient, z_gradient = draw(rows, seed=6), draw(rows, group_size, seed=7)
-    sums = backward.column_gradients(minimum_gradient, (column, rstd, normalized), z_gradient, order, offsets)
+    kept = (column, rstd, normalized)
+    sums = torch.full((3, groups * group_size), torch.nan)
+    backward.column_gradients(minimum_gradient, kept, z_gradient, order, offsets, sums.unbind())
     expected = torch.zeros(3, groups * group_size, dtype=torch.float64)
     for row in range(rows):
         winner = int(column[row])
@@ -145,3 +147,6 @@ def test_column_gradients():
         expected[1, winner] += minimum_gradient[row].double() * normalized[row, winner - first].double()
         expected[2, winner] += minimum_gradient[row].double()
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
+    one = torch.empty(groups * group_size, dtype=torch.bfloat16)
+    backward.column_gradients(minimum_gradient, kept, z_gradient, order, offsets, (None, one, None))
+    assert torch.equal(one, sums[1].bfloat16())

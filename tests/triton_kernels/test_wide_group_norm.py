@@ -85,7 +85,8 @@ def test_against_autograd(size, name, hardtanh):
     statistics = wide_group_norm(values, num_groups, weight, bias, 1e-5, output=output, **options)
     truths = (expected, *expected_gradients)
     for kept in (statistics, None):
-        sums = wide_group_norm_backward(
+        sums = torch.full((2, channels), torch.nan)
+        wide_group_norm_backward(
             gradient,
             values,
             num_groups,
@@ -93,6 +94,7 @@ def test_against_autograd(size, name, hardtanh):
             bias,
             1e-5,
             input_gradient=input_gradient,
+            vector_gradients=sums.unbind(),
             statistics=kept,
             **options,
         )
@@ -103,7 +105,9 @@ def test_against_autograd(size, name, hardtanh):
 def test_nothing_to_do():
     empty = torch.empty(2, 6, 0)
     assert wide_group_norm(empty, 3, None, None, 1e-5, output=empty).shape == (2, 6)
-    sums = wide_group_norm_backward(empty, empty, 3, None, None, 1e-5, input_gradient=empty)
+    sums = torch.full((2, 6), torch.nan)
+    arguments = (empty, empty, 3, None, None, 1e-5)
+    wide_group_norm_backward(*arguments, input_gradient=empty, vector_gradients=sums.unbind())
     assert torch.equal(sums, torch.zeros(2, 6))
 
 
@@ -114,6 +118,7 @@ def test_grids_of_any_size(shape):
     with mock.patch.object(type(kernels.apply_kernel), "run", lambda *arguments, grid, **options: grids.append(grid)):
         values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         wide_group_norm(values, 1, None, None, 1e-5, output=values)
-        wide_group_norm_backward(values, values, 1, None, None, 1e-5, input_gradient=values)
+        sums = torch.empty(2, shape[1], device="meta").unbind()
+        wide_group_norm_backward(values, values, 1, None, None, 1e-5, input_gradient=values, vector_gradients=sums)
     launches = 9 if shape[0] > 1 else 8  # one sample's sums are all there is to add up
     assert len(grids) == launches and all(x < 2**31 and (*others, 1)[0] <= 65535 for x, *others in grids)
