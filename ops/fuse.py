@@ -59,7 +59,7 @@ def fuse(model: nn.Module) -> FusionReport:
     module with a chain gets a ``forward`` of its own, which at each call checks that what it was traced from still
     holds (the class's forward, the classes of the chain's modules, that PyTorch's own forward is all that these run,
     and the order of a Sequential's), and otherwise runs the class's. A chain itself runs as it was written under
-    autocast, and wherever PyTorch would raise an error.
+    autocast, for tensor subclasses, and wherever PyTorch would raise an error.
 
     Nothing is replaced whose result or gradients would differ, beyond rounding, but for two ties:
     ``amin`` spreads a gradient over equal minima where the fused chain, like ``min``, gives it to one, and ``clamp``

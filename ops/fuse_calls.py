@@ -9,6 +9,7 @@ for other shapes, dtypes or devices than the fused chain has, for tensor subclas
 import math
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ops
@@ -21,7 +22,7 @@ def _fits(input, dimensions, tensors, num_groups, eps) -> bool:
     given = [input, *(tensor for tensor in tensors if tensor is not None)]
     if not all(isinstance(tensor, torch.Tensor) for tensor in given):
         return False
-    if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
+    if any(is_traceable_wrapper_subclass(tensor) or _is_told_of_functions(type(tensor)) for tensor in given):
         return False
     if precision.autocasts(input.device) or input.ndim != dimensions or input.numel() == 0:
         return False
@@ -32,6 +33,14 @@ def _fits(input, dimensions, tensors, num_groups, eps) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _is_told_of_functions(kind: type[torch.Tensor]) -> bool:
+    """Whether PyTorch's functions ask this class what to do: all of its own but parameters, where it says otherwise.
+
+    ``torch.overrides.has_torch_function`` also says so of plain tensors within ``with torch.device(...)``.
+    """
+    return kind is not torch.Tensor and kind.__torch_function__ is not nn.Parameter.__torch_function__
 
 
 def _norms(input, channels, num_groups, *vectors) -> bool:
