@@ -61,7 +61,7 @@ def fuse(model: nn.Module) -> FusionReport:
     and the order of a Sequential's), and otherwise runs the class's. A chain itself runs as it was written under
     autocast, for tensor subclasses, and wherever PyTorch would raise an error.
 
-    Nothing is replaced whose result or gradients would differ, beyond rounding, but for two ties:
+    Nothing is replaced whose result, its strides, or gradients would differ, beyond rounding, but for two ties:
     ``amin`` spreads a gradient over equal minima where the fused chain, like ``min``, gives it to one, and ``clamp``
     passes it at its very bounds where ``hardtanh`` does not.
 

@@ -3,7 +3,7 @@
 What only the call tells is looked at here: wherever the fused chain would differ from the plain one, or PyTorch would
 raise an error of its own, ``plain(input)`` runs the chain's steps as they stand in the forward. That is under autocast,
 for other shapes, dtypes or devices than the fused chain has, for tensor subclasses, and for arguments that it refuses.
-``bias`` is what is added to the product. The results have the dtype of the input.
+``bias`` is what is added to the product. The results have the dtype of the input, and the strides that PyTorch's have.
 """
 
 import math
@@ -151,5 +151,17 @@ def conv_transpose2d_gelu_group_norm(
     ):
         norm = num_groups, norm_weight, norm_bias
         options = {**geometry, "groups": groups, "approximate": approximate, "eps": eps}
-        return ops.conv_transpose2d_gelu_group_norm(input, weight, conv_bias, *norm, **options)
+        result = ops.conv_transpose2d_gelu_group_norm(input, weight, conv_bias, *norm, **options)
+        # It has the input's format. What comes next in the model, a view say, was written for that of PyTorch.
+        plain_format = _format_of_plain_chain(input, weight)
+        is_alike = plain_format is convolution.memory_format(input)
+        return result if is_alike else result.clone(memory_format=plain_format)
     return plain(input)
+
+
+def _format_of_plain_chain(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """PyTorch's GroupNorm returns contiguous images on a GPU. On the CPU it keeps the convolution's format:
+    channels_last where the input or the weight is."""
+    formats = (convolution.memory_format(tensor) for tensor in (input, weight))
+    is_channels_last = input.is_cpu and torch.channels_last in formats
+    return torch.channels_last if is_channels_last else torch.contiguous_format
