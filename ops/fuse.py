@@ -57,13 +57,13 @@ def fuse(model: nn.Module) -> FusionReport:
     that uses its arguments, PyTorch's functions, and of ``self`` the child modules, which it calls, tensors and plain
     numbers. Any other is left. The modules, parameters, state_dict, hooks and the classes' forwards stay as they are: a
     module with a chain gets a ``forward`` of its own, which at each call checks that what it was traced from still
-    holds (the class's forward, the child modules, and that PyTorch's own forward of the chain's is all that these run),
-    and otherwise runs the class's. A chain itself runs as it was written under autocast, and wherever PyTorch would
-    raise an error.
+    holds (the class's forward, the classes of the chain's modules, that PyTorch's own forward is all that these run,
+    and the order of a Sequential's), and otherwise runs the class's. A chain itself runs as it was written under
+    autocast, for tensor subclasses, and wherever PyTorch would raise an error.
 
-    Nothing is replaced whose result or gradients would differ, beyond rounding, but for two ties: ``amin`` spreads a
-    gradient over equal minima where the fused chain, like ``min``, gives it to one, and ``clamp`` passes it at its very
-    bounds where ``hardtanh`` does not.
+    Nothing is replaced whose result, its strides, or gradients would differ, beyond rounding, but for two ties:
+    ``amin`` spreads a gradient over equal minima where the fused chain, like ``min``, gives it to one, and ``clamp``
+    passes it at its very bounds where ``hardtanh`` does not.
 
     Raises ValueError or TypeError: ValueError where no forward of the model can be traced, TypeError for what is no
     ``torch.nn.Module``. Either way, and where anything else is raised, the model is as it was. Fusing again begins

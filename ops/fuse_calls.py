@@ -3,12 +3,13 @@
 What only the call tells is looked at here: wherever the fused chain would differ from the plain one, or PyTorch would
 raise an error of its own, ``plain(input)`` runs the chain's steps as they stand in the forward. That is under autocast,
 for other shapes, dtypes or devices than the fused chain has, for tensor subclasses, and for arguments that it refuses.
-``bias`` is what is added to the product. The results have the dtype of the input.
+``bias`` is what is added to the product. The results have the dtype of the input, and the strides that PyTorch's have.
 """
 
 import math
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ops
@@ -21,7 +22,7 @@ def _fits(input, dimensions, tensors, num_groups, eps) -> bool:
     given = [input, *(tensor for tensor in tensors if tensor is not None)]
     if not all(isinstance(tensor, torch.Tensor) for tensor in given):
         return False
-    if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
+    if any(is_traceable_wrapper_subclass(tensor) or _is_told_of_functions(type(tensor)) for tensor in given):
         return False
     if precision.autocasts(input.device) or input.ndim != dimensions or input.numel() == 0:
         return False
@@ -32,6 +33,14 @@ def _fits(input, dimensions, tensors, num_groups, eps) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _is_told_of_functions(kind: type[torch.Tensor]) -> bool:
+    """Whether PyTorch's functions ask this class what to do: all of its own but parameters, where it says otherwise.
+
+    ``torch.overrides.has_torch_function`` also says so of plain tensors within ``with torch.device(...)``.
+    """
+    return kind is not torch.Tensor and kind.__torch_function__ is not nn.Parameter.__torch_function__
 
 
 def _norms(input, channels, num_groups, *vectors) -> bool:
@@ -142,5 +151,17 @@ def conv_transpose2d_gelu_group_norm(
     ):
         norm = num_groups, norm_weight, norm_bias
         options = {**geometry, "groups": groups, "approximate": approximate, "eps": eps}
-        return ops.conv_transpose2d_gelu_group_norm(input, weight, conv_bias, *norm, **options)
+        result = ops.conv_transpose2d_gelu_group_norm(input, weight, conv_bias, *norm, **options)
+        # It has the input's format. What comes next in the model, a view say, was written for that of PyTorch.
+        plain_format = _format_of_plain_chain(input, weight)
+        is_alike = plain_format is convolution.memory_format(input)
+        return result if is_alike else result.clone(memory_format=plain_format)
     return plain(input)
+
+
+def _format_of_plain_chain(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """PyTorch's GroupNorm returns contiguous images on a GPU. On the CPU it keeps the convolution's format:
+    channels_last where the input or the weight is."""
+    formats = (convolution.memory_format(tensor) for tensor in (input, weight))
+    is_channels_last = input.is_cpu and torch.channels_last in formats
+    return torch.channels_last if is_channels_last else torch.contiguous_format

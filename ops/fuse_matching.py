@@ -1,5 +1,6 @@
 """Find the four chains in a traced forward, and put one call in the place of each."""
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from ops import fuse_calls
-from ops.fuse_steps import Attribute, Step, kind_of, reads_minimum, step_of
+from ops.fuse_steps import Attribute, Step, minima_of, step_of
 from ops.fuse_tracing import in_place
 
 #: A Linear layer or a transposed convolution is looked for so many steps before each group norm.
@@ -38,11 +39,22 @@ def find(graph: Graph, root: nn.Module) -> list[Match]:
     return matches
 
 
+def _computed_outside(match: Match) -> list[Node]:
+    """What the chain's steps are given beside the chain's input and the module's attributes."""
+    nodes = [node for step in match.steps for node in step.nodes]
+    given = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
+    inside = {match.steps[0].value, *nodes}
+    return [node for node in given if node not in inside and node.op != "get_attr"]
+
+
 def written_out(graph: Graph, match: Match) -> Graph:
-    """A graph of the chain alone, as it was written, from its input on."""
+    """A graph of the chain alone, as it was written, of what is computed outside of it and of its input."""
     nodes = {node for step in match.steps for node in step.nodes}
     plain = Graph()
-    copies = {match.steps[0].value: plain.placeholder("input")}
+    plain.placeholder("self")
+    outside = enumerate(_computed_outside(match))
+    copies: dict[Any, Node] = {node: plain.placeholder(f"argument_{i}") for i, node in outside}
+    copies[match.steps[0].value] = plain.placeholder("argument")
     for node in graph.nodes:
         is_read = node.op == "get_attr" and node not in copies and not nodes.isdisjoint(node.users)
         if node in nodes or is_read:
@@ -56,7 +68,10 @@ def replace(graph: Graph, match: Match, plain: Node) -> None:
     nodes = [node for step in match.steps for node in step.nodes]
     order = {node: i for i, node in enumerate(graph.nodes)}
     nodes.sort(key=order.__getitem__)
+    outside = _computed_outside(match)
     with graph.inserting_before(nodes[0]):
+        if outside:
+            plain = graph.call_function(functools.partial, (plain, *outside))
         arguments: dict[str, Any] = {"plain": plain, "input": match.steps[0].value}
         for name, operand in match.operands.items():
             if isinstance(operand, Node) and operand.op == "get_attr":
@@ -119,8 +134,7 @@ def _readers(step: Step) -> list[Node]:
     """Who uses the step's result; of a minimum with its index, who reads the minimum."""
     readers = []
     for user in step.nodes[-1].users:
-        pair = kind_of(user) == "minimum_and_index"
-        readers += [reader for reader in user.users if reads_minimum(reader)] or [user] if pair else [user]
+        readers += minima_of(user) or [user]
     return readers
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ops import submodules
-from ops.fuse_tracing import in_place
+from ops.fuse_tracing import in_place, unpacked
 
 _REQUIRED = object()
 
@@ -86,7 +86,9 @@ _METHODS = {
     "add": "add",
     "add_": "add",
 }
-_MULTIPLY = (operator.mul, torch.mul, "mul", "mul_")
+#: How a minimum with its index is told which of the two to give.
+_FIRST, _SECOND = (0, "values"), (1, "indices")
+_MULTIPLY = (operator.mul, torch.mul, "mul")  # in place, PyTorch has no gradient of z * tanh(softplus(z))
 _TANH = (torch.tanh, "tanh", "tanh_")
 
 
@@ -128,8 +130,9 @@ def step_of(node: Node, root: nn.Module) -> Step:
     unknown = Step("", (node,), inputs[0] if inputs else None)
     if node.op not in ("call_function", "call_method"):
         return Step("", (node,), None)
-    if reads_minimum(node):
-        return _minimum(node, root)
+    pair = _pair_of(node)
+    if pair and node.args[1] in _FIRST:
+        return _minimum(node, pair, root)
     if node.target in _MULTIPLY:
         return _mish(node) or unknown
     if node.target is in_place:
@@ -143,6 +146,8 @@ def step_of(node: Node, root: nn.Module) -> Step:
     if kind == "add":
         return _add(node, value, operands["bias"])
     if kind == "clamp":
+        if operands == {"min_val": None, "max_val": None}:
+            return unknown  # PyTorch raises an error
         kind = "hardtanh"
         infinities = {"min_val": -math.inf, "max_val": math.inf}
         operands = {name: infinities[name] if bound is None else bound for name, bound in operands.items()}
@@ -150,7 +155,7 @@ def step_of(node: Node, root: nn.Module) -> Step:
 
 
 def _step_of_module(node: Node, root: nn.Module) -> Step:
-    module = root.get_submodule(str(node.target))
+    module = getattr(root, str(node.target))  # None where a Sequential has such a child
     value = (*node.args, *node.kwargs.values())[0] if node.args or node.kwargs else None
     value = value if isinstance(value, Node) else None
     for made, kind in _MODULES.items():
@@ -255,17 +260,26 @@ def _mish(node: Node) -> Step | None:
     return None
 
 
-def reads_minimum(node: Node) -> bool:
-    """min(...)[0] or min(...).values"""
+def _pair_of(node: Node) -> tuple[Node, ...]:
+    """min(...), and what unpacks it, if it is unpacked, where the node reads one of the two; otherwise nothing."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
-        return False
-    pair, which = node.args
-    return isinstance(pair, Node) and kind_of(pair) == "minimum_and_index" and which in (0, "values")
+        return ()
+    read, which = node.args
+    if not isinstance(read, Node) or which not in (*_FIRST, *_SECOND):
+        return ()
+    pair = (read.args[0], read) if read.target is unpacked and read.args[1] == 2 else (read,)
+    return pair if kind_of(pair[0]) == "minimum_and_index" else ()
 
 
-def _minimum(node: Node, root: nn.Module) -> Step:
-    pair: Any = node.args[0]
-    value, operands = _bind(pair, "minimum_and_index") or (None, {})
-    unused = (user for user in pair.users if user is not node and not user.users)
-    refusal = _refusal(pair, "minimum", operands, root)
-    return Step("minimum" if operands else "", (pair, *unused, node), value, operands, refusal)
+def minima_of(pair: Node) -> list[Node]:
+    """What reads the minimum, where the node is a minimum with its index."""
+    readers = [reader for user in pair.users for reader in (user, *user.users)]
+    return [reader for reader in readers if _pair_of(reader)[:1] == (pair,) and reader.args[1] in _FIRST]
+
+
+def _minimum(node: Node, pair: tuple[Node, ...], root: nn.Module) -> Step:
+    value, operands = _bind(pair[0], "minimum_and_index") or (None, {})
+    readers = (reader for each in pair for reader in each.users if _pair_of(reader))
+    unused = (reader for reader in readers if reader is not node and not reader.users)
+    refusal = _refusal(pair[0], "minimum", operands, root)
+    return Step("minimum" if operands else "", (*pair, *unused, node), value, operands, refusal)

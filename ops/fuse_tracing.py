@@ -12,12 +12,13 @@ import inspect
 import operator
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Proxy
-from torch.fx.proxy import GraphAppendingTracer
+from torch.fx.proxy import Attribute, GraphAppendingTracer
 
 #: All that straight-line code needs, in Python 3.10 to 3.14; what is not here is refused.
 _STRAIGHT = re.compile(
@@ -45,8 +46,49 @@ def in_place(operation: str, left: Any, right: Any) -> Any:
     return getattr(operator, operation)(left, right)
 
 
+def unpacked(value: Any, count: int) -> tuple[Any, ...]:
+    """What ``a, b = value`` takes, of so many targets. PyTorch's own stand-ins would take the first ones of more."""
+    values = tuple(value)
+    if len(values) != count:
+        raise ValueError(f"expected {count} values to unpack, got {len(values)}")
+    return values
+
+
 class _Value(Proxy):
     """Stands for an argument, an attribute of the module, or what is computed with them."""
+
+    def __getattr__(self, name):
+        return _Attribute(self, name)
+
+    def __iter__(self):
+        frame = inspect.currentframe().f_back
+        here = next(each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+        if here.opname != "UNPACK_SEQUENCE":
+            return super().__iter__()  # which raises an error
+        values = self.tracer.create_proxy("call_function", unpacked, (self, here.argval), {})
+        return iter([values[i] for i in range(here.argval)])
+
+    # What Python does with these at once, as in "%s" % value or {1: x}.get(value), no graph would do again.
+
+    def __repr__(self):
+        raise NotTraceable("it makes text of a value")
+
+    def __hash__(self):
+        raise NotTraceable("it looks a value up in a dictionary")
+
+
+class _Attribute(Attribute, _Value):
+    """Stands for an attribute of a value, read where the forward reads it, or for a method to be called."""
+
+    def __init__(self, root, name):
+        super().__init__(root, name)
+        self.node  # noqa: B018 - makes the node here: what is written to the value later may change the attribute
+
+    def __call__(self, *args, **kwargs):
+        if self._node is not None and not self._node.users:
+            self.tracer.graph.erase_node(self._node)
+            self._node = None
+        return super().__call__(*args, **kwargs)
 
 
 def _in_place_operator(operation: str):
@@ -137,6 +179,11 @@ def _check_code(forward: types.FunctionType) -> None:
                 raise NotTraceable(f"it uses {name}, where a trace can use functions of tensors in torch alone")
 
 
+def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of its parameters, but for the first, which is the module."""
+    return tuple(inspect.signature(forward, follow_wrapped=False).parameters)[1:]
+
+
 def _check(module: nn.Module) -> None:
     """Raise NotTraceable for a forward that a trace cannot stand for, without running it."""
     kind = type(module)
@@ -162,8 +209,10 @@ def trace(module: nn.Module) -> Graph:
     forward = type(module).forward
     graph = Graph()
     tracer = _Tracer(graph)
-    names = list(inspect.signature(forward, follow_wrapped=False).parameters)[1:]
-    arguments = [tracer.create_proxy("placeholder", name, (), {}) for name in names]
+    names = parameters_of(forward)
+    # Of the names that the generated code may have, none is one of the parameters'.
+    graph.placeholder("self")
+    arguments = [tracer.create_proxy("placeholder", f"argument_{i}", (), {}, name) for i, name in enumerate(names)]
     try:
         if is_sequential(module):
             (result,) = arguments

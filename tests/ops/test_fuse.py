@@ -177,7 +177,7 @@ def with_bias(self, x):
 LEFT = {
     "used elsewhere": (used_elsewhere, None, "gemm is used by add too"),
     "returned too": (returned_too, None, "groupnorm is used by output too"),
-    "index used": (index_used, None, "min_1 is used by getitem_1 too"),
+    "index used": (index_used, None, "unpacked is used by getitem_1 too"),
     "hook": (in_full, hooked, "groupnorm has a hook"),
     "backward hook": (in_full, backward_hooked, "gemm has a hook"),
     "parametrised": (

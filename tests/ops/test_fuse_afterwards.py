@@ -87,7 +87,6 @@ def double(module, arguments, output):
 CHANGES = {
     "hook": lambda model: model.groupnorm.register_forward_hook(double),
     "replaced module": lambda model: setattr(model, "gemm", HalvingLinear(IN, OUT).double()),
-    "another of the same class": lambda model: setattr(model, "gemm", made(Parts).skip),
     "parametrisation": lambda model: nn.utils.parametrizations.weight_norm(model.gemm),
     "overridden forward": lambda model: setattr(model.hardtanh, "forward", torch.tanh),
 }
@@ -105,6 +104,18 @@ def test_changes_after_fusing(change, calls):
         change(each)
     assert_same(model, plain, input_of(L30))
     assert not calls
+
+
+def test_another_module_of_the_same_class(calls):
+    """The chain is fused with that."""
+    model = made(BenchmarkL30)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for each in (model, plain):
+        each.gemm = made(Parts).skip
+        each.groupnorm = nn.GroupNorm(4, OUT, eps=0.1, affine=False)
+    assert_same(model, plain, input_of(L30))
+    assert calls == [L30]
 
 
 class Block(nn.Module):
