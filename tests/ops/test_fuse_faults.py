@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ops import direct_convolution
 from ops.fuse import fuse, unfuse
 from tests.ops import fused_models
 from tests.ops.fused_models import (
@@ -599,8 +600,11 @@ def test_strides_of_matrices(rows, chain):
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize("input_format", FORMATS, ids=str)
 @pytest.mark.parametrize("shape, kernel, channels, options", IMAGES.values(), ids=IMAGES)
-def test_strides_of_images_on_a_gpu(shape, kernel, channels, options, input_format, weight_format, dtype, calls):
+def test_strides_of_images_on_a_gpu(
+    shape, kernel, channels, options, input_format, weight_format, dtype, calls, monkeypatch
+):
     """All of them, without a GPU: PyTorch's fake tensors have a device, and strides, but no values."""
+    monkeypatch.setattr(direct_convolution, "runs_hopper_convolutions", lambda device: False)
     with FakeTensorMode(), torch.no_grad():
         convolution = nn.ConvTranspose2d(shape[1], channels, kernel, **options, device="meta")
         model = nn.Sequential(convolution, nn.GELU(), nn.GroupNorm(1, channels, device="meta"))
