@@ -40,8 +40,8 @@ _FEWEST_TF32_PIXELS = 2**14
 def takes(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry, allow_tf32: bool) -> bool:
     """Whether z is made here: stride 1, one group, and 16-bit numbers, or float32 ones on Hopper that may be TF32.
 
-    ``allow_tf32`` is PyTorch's setting when the chain was called. All else are properties of the arguments that do not
-    change, so that the fake, the forward and the backward pass come to the same answer.
+    ``allow_tf32`` is PyTorch's setting when the chain was called. All else are properties of the arguments, so that the
+    fake and the forward pass come to the same answer; the backward pass is told.
     """
     if geometry.stride != (1, 1) or geometry.groups != 1 or input.shape[0] == 0:
         return False

@@ -25,16 +25,20 @@ def column_sums_kernel(
     wait_for_launch_before()
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     index = tl.program_id(1).to(tl.int64)
+    pointer = partials[0]
+    for i in tl.static_range(1, len(partials)):
+        if tl.program_id(2) == i:
+            pointer = partials[i]
+    total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float64)
+    for first in range(0, chunks, BLOCK_CHUNKS):
+        chunk = first + tl.arange(0, BLOCK_CHUNKS)
+        inside = (chunk < chunks)[:, None] & (columns < C)[None, :]
+        source = pointer + (index * chunks + chunk)[:, None] * C + columns[None, :]
+        total += tl.load(source, mask=inside, other=0.0).to(tl.float64)
+    result = tl.sum(total, 0).to(tl.float32)  # there is no conversion from float64 to 16 bits
     for i in tl.static_range(len(outputs)):
         if tl.program_id(2) == i:
-            total = tl.zeros((BLOCK_CHUNKS, BLOCK_C), tl.float64)
-            for first in range(0, chunks, BLOCK_CHUNKS):
-                chunk = first + tl.arange(0, BLOCK_CHUNKS)
-                inside = (chunk < chunks)[:, None] & (columns < C)[None, :]
-                source = partials[i] + (index * chunks + chunk)[:, None] * C + columns[None, :]
-                total += tl.load(source, mask=inside, other=0.0).to(tl.float64)
-            # There is no conversion from float64 to 16 bits.
-            tl.store(outputs[i] + index * C + columns, tl.sum(total, 0).to(tl.float32), mask=columns < C)
+            tl.store(outputs[i] + index * C + columns, result, mask=columns < C)
 
 
 @triton.jit

@@ -363,7 +363,7 @@ def wide_group_norm_backward(
     eps: float,
     *,
     input_gradient: torch.Tensor,
-    vector_gradients: tuple[torch.Tensor | None, torch.Tensor | None],
+    vector_gradients: tuple[torch.Tensor | None, ...],
     statistics: torch.Tensor | None = None,
     activation: Pointwise = IDENTITY,
     final: Pointwise = IDENTITY,

@@ -4,7 +4,21 @@ import pytest
 import torch
 
 from tests.accuracy import draw_grad_output
-from tests.chains import CHAINS, DTYPES, L19, Problem, chain_id, make_arguments, tensors_of
+from tests.chains import (
+    BIAS_HARDTANH_MISH,
+    CHAINS,
+    DTYPES,
+    L19,
+    L30,
+    L75,
+    L94,
+    NORMS,
+    Problem,
+    chain_id,
+    make_arguments,
+    tensors_of,
+)
+from triton_kernels.launch import watched
 
 #: Sums over one chunk of rows and over several; of groups that no program holds.
 PROBLEMS = (
@@ -55,3 +69,32 @@ def test_gradients_share_no_memory(chain, problem):
         for other, product in in_a_graph.items():
             product.backward()  # "modified by an inplace operation", where they have one version counter
             assert torch.equal(parameters[other].grad, before[other]), name
+
+
+#: Kernels of a backward pass but for products, for each of PROBLEMS.
+LAUNCHES = {
+    L94: (1, 2, 7),
+    L75: (3, 3, 6),
+    L30: (1, 2, 6),
+    BIAS_HARDTANH_MISH: (1, 1, 1),
+    **dict.fromkeys(NORMS, (1, 2, 6)),
+}
+
+
+@pytest.mark.parametrize("chain", LAUNCHES, ids=chain_id)
+def test_launches(chain):
+    """Memory of its own for each gradient costs no launch: kernels write to it, in its dtype."""
+    for problem, launches in zip(PROBLEMS, LAUNCHES[chain], strict=True):
+        arguments = make_arguments(chain, problem, torch.bfloat16)  # whose products are the library's
+        parameters = same_shaped(arguments)
+        output = chain.function(**{**arguments, **parameters})
+        launched = []
+
+        def note(kernel, grid, arguments, options, launched=launched):
+            launched.append(kernel)
+            kernel[grid](*arguments, **options)
+
+        grad_output = draw_grad_output(chain, arguments, unsafe="keep")
+        with watched(note):
+            output.backward(grad_output)
+        assert len(launched) == launches
