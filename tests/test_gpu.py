@@ -243,7 +243,7 @@ def test_many_rows_of_minima():
     check_training(L75, arguments_of(L75, Problem(rows, 64, 32, 16), torch.bfloat16))
     column = torch.randint(0, 512, (rows,), device=DEVICE, dtype=torch.int32)
     gradient = torch.zeros(1, rows, device=DEVICE)
-    _, _, order, offsets = row_minimum_backward.sums_and_order(gradient, column, 32, 16)
+    _, order, offsets = row_minimum_backward.sums_and_order(gradient, column, 32, 16, None)
     groups = (column // 16).long()
     assert torch.equal(order.long(), groups.argsort(stable=True))
     assert torch.equal(offsets[1:].long(), groups.bincount(minlength=32).cumsum(0))

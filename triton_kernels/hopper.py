@@ -1,7 +1,7 @@
 """Where the kernels written in Gluon for Hopper run, and the images they take; this loads no Gluon itself."""
 
 import torch
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from triton_kernels.device import INTERPRETED, architecture
 from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
@@ -42,7 +42,7 @@ def is_copyable(image: torch.Tensor) -> bool:
     if len(others) != 3 or 1 not in (strides[1], strides[3]):
         return False
     aligned = all(stride > 0 and stride * element_size % 16 == 0 for stride in others)
-    return aligned and (isinstance(image, FakeTensor) or image.data_ptr() % 16 == 0)
+    return aligned and (is_fake(image) or image.data_ptr() % 16 == 0)
 
 
 def takes_input(image: torch.Tensor) -> bool:

@@ -1,12 +1,14 @@
 """Where the kernels for Hopper run: not in the interpreter."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ops import direct_convolution
 from triton_kernels import convolution_hopper, weight_gradient_hopper
 from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import architecture
-from triton_kernels.hopper import runs_hopper_convolutions, takes_input
+from triton_kernels.hopper import is_copyable, runs_hopper_convolutions, takes_input
 
 
 def test_not_in_the_interpreter():
@@ -18,6 +20,12 @@ def test_not_in_the_interpreter():
     assert not convolution_hopper.supports(images, images, StrideOneConvolution((3, 3), (1, 1), (-1, -1)))
     config = weight_gradient_hopper.WeightGradientConfig()
     assert not weight_gradient_hopper.supports(nhwc, nhwc, (3, 3), (1, 1), config)
+
+
+def test_tensors_without_an_address():
+    """Those of a compiler's tracers, by which operators are asked too: they stand for memory that begins anywhere."""
+    with FakeTensorMode(), FunctionalTensorMode():
+        assert is_copyable(torch.empty(2, 64, 5, 6, dtype=torch.bfloat16, memory_format=torch.channels_last))
 
 
 def test_inputs_that_are_taken_as_they_lie():
