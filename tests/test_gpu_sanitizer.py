@@ -99,10 +99,13 @@ def linear_arguments(chain, problem, dtype, layout="contiguous"):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "misaligned"])
 @pytest.mark.parametrize("chain", LINEAR_CHAINS, ids=chain_id)
 def test_products(chain, layout, dtype, precision):
-    """Tensor descriptors in both orders, and pointers; as many rows and terms as have float32 in a kernel of ours."""
+    """Tensor descriptors in both orders, and pointers; in float32 as many rows and terms as the kernels take.
+
+    So many groups have L75's gradients in kernels of their own.
+    """
     torch.set_float32_matmul_precision(precision)
     size = 520 if dtype == torch.float32 else 40
-    run_both_ways(chain.function, linear_arguments(chain, Problem(size, size, 6, 16), dtype, layout))
+    run_both_ways(chain.function, linear_arguments(chain, Problem(size, size, 18, 16), dtype, layout))
 
 
 @pytest.mark.parametrize("chain", [L94, L75, L30], ids=chain_id)
