@@ -30,6 +30,11 @@ _MARGINS = {
 }
 
 
+def allowed(torch_error, size):
+    """The largest error that a tensor of this norm may have where PyTorch's has ``torch_error``."""
+    return ALLOWANCE * torch_error + FLOOR * size
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One tensor's error ``norm(result - float64) / norm(float64)``, ours and PyTorch's."""
@@ -41,7 +46,7 @@ class Comparison:
     @property
     def allowance_used(self) -> float:
         """Our error over the largest allowed one; above 1, or NaN, is red."""
-        return self.ours / (ALLOWANCE * self.torch + FLOOR)
+        return self.ours / allowed(self.torch, 1.0)
 
     @property
     def is_red(self) -> bool:

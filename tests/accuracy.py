@@ -2,24 +2,35 @@
 
     ||ours - exact|| <= 1.1 ||torch - exact|| + floor
 
-``exact`` is the plain chain in float64 on the same, already rounded, arguments. The floor has two parts:
+``exact`` is the plain chain in float64 on the same, already rounded, arguments. The rule is held in three ways:
 
-- one float32 epsilon of ||exact||: results are float32 sums at best, and PyTorch's may happen to be exact;
-- on small problems, chance. Errors are random, and statistics and minima make a sample's errors one, so over s samples
-  their norms scatter by about 1/sqrt(s) of themselves. What PyTorch's error is but for chance is seen from arguments a
-  rounding away: the largest of its errors there, twice, over sqrt(s), is allowed on top. At 1000 samples that is 6%.
-  Samples of few features are alike, so no more than the square of the features count; repeated ones count as one.
+- **One case, as a whole** (``check``): the norms of the result and of each gradient. The floor is one float32 epsilon
+  of ||exact||: results are float32 sums at best, and PyTorch's may happen to be exact. On top comes chance. Errors are
+  random, and statistics and minima make a sample's errors one, so over s samples their norms scatter by about 1/sqrt(s)
+  of themselves. What PyTorch's error is but for chance is seen from arguments a rounding away: the largest of its
+  errors there, twice, over sqrt(s), is allowed. At 1000 samples that is 6%, at 13 it is 55%. Samples of few features
+  are alike, so no more than the square of the features count; repeated ones count as one.
+- **One case, element by element** (``check`` too), and row by row and column by column, as a norm hides one among many.
+- **Many cases together** (``Together``), as chance evens out over them: none is allowed for.
 """
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 
+from bench.checking import ALLOWANCE, FLOOR, allowed
 from tests.chains import BIAS_HARDTANH_MISH, L75, Chain, doubled, tensors_of
 
-FACTOR = 1.1
 _NEIGHBOURS = 3
 _MANY_SAMPLES = 512
+#: An element, and a line, may be so many times as wrong as PyTorch's worst beside it. Of a hundred normal errors the
+#: largest is about three standard deviations; those of lines are nearly alike, so that a few tell the worst.
+_ELEMENT_FACTOR, _LINE_FACTOR = 3.0, 1.5
+_FEWEST_LINES = 16
+#: Where all of a line is 0, errors are absolute.
+_TINY = 1e-100
 
 
 def run(function, arguments: dict, grad_output: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -40,31 +51,41 @@ def unsafe_samples(chain: Chain, arguments: dict) -> torch.Tensor:
         exact = chain.before_jump(doubled(arguments))
         rounded = chain.before_jump(arguments)
     epsilon = torch.finfo(rounded.dtype).eps
-    samples = exact.shape[0] if chain is not BIAS_HARDTANH_MISH else exact.numel()
+    samples = exact.shape[0] if chain.name != BIAS_HARDTANH_MISH.name else exact.numel()
     exact, rounded = exact.reshape(samples, -1), rounded.double().reshape(samples, -1)
     if exact.numel() == 0:
         return torch.zeros(samples, dtype=torch.bool, device=exact.device)
     noise = 2 * (rounded - exact).abs().amax(1, keepdim=True)
-    if chain is L75:
+    if chain.name == L75.name:
         if exact.shape[1] == 1:
             return torch.zeros(samples, dtype=torch.bool, device=exact.device)
         least = exact.topk(2, dim=1, largest=False)[0]
         return least[:, 1] - least[:, 0] <= noise[:, 0] + epsilon * least.abs().amax(1)
     near = torch.zeros_like(exact, dtype=torch.bool)
-    for bound in (arguments["min_val"], arguments["max_val"]):
+    for bound in filter(math.isfinite, (arguments["min_val"], arguments["max_val"])):
         near |= (exact - bound).abs() <= noise + epsilon * abs(bound)
     return near.any(1)
 
 
 def _over_output(chain: Chain, samples: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """``samples`` in a shape that broadcasts over the chain's output."""
-    if chain is BIAS_HARDTANH_MISH:
+    if chain.name == BIAS_HARDTANH_MISH.name:
         return samples.view(output.shape)
     if chain.has_images:
         return samples.view(-1, *[1] * (output.ndim - 1))
-    if chain is L75:
+    if chain.name == L75.name:
         return samples.view(1, 1, -1, 1) if output.ndim == 4 else samples.view(-1, 1)
     return samples.view(*output.shape[:-1], 1)
+
+
+def away_from_jumps(chain: Chain, arguments: dict, grad_output: torch.Tensor) -> torch.Tensor:
+    """``grad_output`` with 0 for unsafe samples.
+
+    A norm spreads a gradient over its sample alone, so a sample without any touches no other.
+    """
+    if chain.before_jump is None:
+        return grad_output
+    return grad_output.masked_fill(_over_output(chain, unsafe_samples(chain, arguments), grad_output), 0.0)
 
 
 def draw_grad_output(
@@ -81,12 +102,13 @@ def draw_grad_output(
     grad_output = torch.randn(output.shape, generator=generator, device=output.device)
     if kind == "wide":
         grad_output *= torch.exp2(torch.rand(output.shape, generator=generator, device=output.device) * 16 - 8)
-    if chain.before_jump is not None and unsafe != "keep":
-        samples = unsafe_samples(chain, arguments)
-        assert unsafe == "leave out" or not samples.any(), "this problem was meant to have no element near a jump"
-        # A norm spreads a gradient over its sample alone, so a sample without any touches no other.
-        grad_output.masked_fill_(_over_output(chain, samples, output), 0.0)
-    return grad_output.to(output.dtype)
+    if unsafe == "keep":
+        return grad_output.to(output.dtype)
+    safe = away_from_jumps(chain, arguments, grad_output)
+    assert unsafe == "leave out" or torch.equal(safe, grad_output), (
+        "this problem was meant to have no element near a jump"
+    )
+    return safe.to(output.dtype)
 
 
 def neighbour(arguments: dict, seed: int) -> dict:
@@ -101,39 +123,157 @@ def neighbour(arguments: dict, seed: int) -> dict:
     return result
 
 
+@dataclass(frozen=True)
+class Errors:
+    """One tensor's errors as a whole: ours, PyTorch's, and the largest of PyTorch's a rounding away; and its size."""
+
+    ours: float
+    theirs: float
+    their_usual: float
+    size: float
+
+
+def gradient_nearby(chain: Chain, near: dict, grad_output: torch.Tensor) -> torch.Tensor:
+    """``grad_output`` for a neighbour's arguments, without the samples that are unsafe there alone.
+
+    A flip in these is no rounding error of PyTorch's. What is left grows in proportion, so that errors keep their size.
+    """
+    safe = away_from_jumps(chain, near, grad_output)
+    lost = int(grad_output.count_nonzero()) / max(1, int(safe.count_nonzero()))
+    return safe * math.sqrt(lost) if lost > 1 else safe
+
+
 def check(chain: Chain, arguments: dict, grad_output: torch.Tensor | None = None) -> None:
-    """Assert the rule for the chain's result and every gradient."""
+    """Assert the rule for the chain's result and every gradient, as a whole and element by element."""
+    compared, failures = _compare(chain, arguments, grad_output)
+    samples = _independent_samples(chain, arguments["input"])
+    for name, errors in compared.items():
+        most = allowed(errors.theirs, errors.size) + 2 * errors.their_usual / math.sqrt(samples)
+        if not errors.ours <= most:
+            failures.append(f"{name}: {errors}, allowed {most:.3e}")
+    assert not failures, "\n".join(failures)
+
+
+def _compare(
+    chain: Chain, arguments: dict, grad_output: torch.Tensor | None = None
+) -> tuple[dict[str, Errors], list[str]]:
+    """The errors of each tensor as a whole, and what is wrong of its parts.
+
+    Gradients that are compared across jumps (``draw_grad_output(unsafe="keep")``) are so as a whole alone: a flip moves
+    single elements by as much as they are.
+    """
     if grad_output is None:
         grad_output = draw_grad_output(chain, arguments)
     ours = run(chain.function, arguments, grad_output)
     theirs, exact = _plain_results(chain, arguments, grad_output)
     samples = _independent_samples(chain, arguments["input"])
-    seeds = range(_NEIGHBOURS if samples < _MANY_SAMPLES else 1)
-    neighbours = [_plain_results(chain, neighbour(arguments, seed), grad_output) for seed in seeds]
-    failures = []
-    for name in exact:
+    across_jumps = not torch.equal(away_from_jumps(chain, arguments, grad_output), grad_output)
+    neighbours = []
+    for seed in range(_NEIGHBOURS if samples < _MANY_SAMPLES else 1):
+        near = neighbour(arguments, seed)
+        near_gradient = grad_output if across_jumps else gradient_nearby(chain, near, grad_output)
+        neighbours.append(_plain_results(chain, near, near_gradient))
+    compared, failures = {}, []
+    for name, truth in exact.items():
         assert ours[name].dtype == theirs[name].dtype, f"{name} is {ours[name].dtype}, PyTorch's {theirs[name].dtype}"
         assert ours[name].shape == theirs[name].shape, f"{name} has shape {tuple(ours[name].shape)}"
         finite = torch.isfinite(theirs[name])  # PyTorch may have left the dtype's range; ours need not
-        size = exact[name][finite].norm()
-        our_error, their_error = (_error(result[name], exact[name], finite) for result in (ours, theirs))
-        their_usual_error = max(_error(near[name], truth[name], finite) for near, truth in neighbours)
-        chance = 2 * their_usual_error / math.sqrt(samples)
-        allowed = FACTOR * their_error + torch.finfo(torch.float32).eps * size + chance
-        if not our_error <= allowed:
-            failures.append(
-                f"{name}: error {our_error:.3e}, PyTorch's {their_error:.3e}, allowed {allowed:.3e}, size {size:.3e}"
+        our_error, their_error = (_error(result[name], truth, finite) for result in (ours, theirs))
+        near_errors = [_error(near[name], there[name], finite & near[name].isfinite()) for near, there in neighbours]
+        their_usual_error = max(float(error.norm()) for error in near_errors)
+        compared[name] = Errors(
+            float(our_error.norm()), float(their_error.norm()), their_usual_error, float(truth[finite].norm())
+        )
+        if truth.numel() > 0 and not (across_jumps and name != "output"):
+            failures += _wrong_parts(name, our_error, truth, [their_error, *near_errors], ours[name].dtype)
+    return compared, failures
+
+
+def _wrong_parts(name, our_error, exact, their_errors, dtype) -> list[str]:
+    """What is wrong of a tensor's elements and lines. A line has one index in common: a row, a column."""
+    failures = []
+    axes = [axis for axis, length in enumerate(exact.shape) if length > 1]
+    bound = torch.zeros_like(exact)
+    for kept in axes if len(axes) > 1 else [None]:  # a vector is one line
+        others = [axis for axis in range(exact.ndim) if axis != kept]
+        bound = torch.maximum(bound, _bound(exact, their_errors, dtype, others, _ELEMENT_FACTOR))
+        if kept is not None and exact.shape[kept] >= _FEWEST_LINES:
+            ours, size, *theirs = (each.square().mean(others).sqrt() for each in (our_error, exact, *their_errors))
+            line_bound = _bound(size, theirs, dtype, [0], _LINE_FACTOR)
+            failures += [
+                f"{name}: line {index} along {kept} is wrong, error {ours[index]:.3e}, allowed {line_bound[index]:.3e}"
+                for index in (~(ours <= line_bound)).nonzero().flatten().tolist()[:3]
+            ]
+    wrong = (~(our_error.abs() <= bound)).nonzero().tolist()
+    return failures + [
+        f"{name}: element {place} is wrong, one of {len(wrong)}, error {our_error[tuple(place)]:.3e}, "
+        f"allowed {bound[tuple(place)]:.3e}, exactly {exact[tuple(place)]:.6g}"
+        for place in wrong[:3]
+    ]
+
+
+def _bound(exact, their_errors, dtype, others: list[int], factor: float) -> torch.Tensor:
+    """``factor`` times PyTorch's worst error along ``others``, at these arguments and a rounding away.
+
+    It is taken relative to an element's size plus the mean one, as part of the errors grows with the element. On top
+    comes the element's own rounding to ``dtype``; PyTorch's error is taken for no less than the rule's floor adds.
+    """
+    size = exact.abs()
+    scale = size + exact.square().mean(others, keepdim=True).sqrt() + _TINY
+    worst = torch.stack([(error.abs() / scale).amax(others, keepdim=True) for error in their_errors]).amax(0)
+    return factor * (worst + FLOOR) * scale + torch.finfo(dtype).eps / 2 * size
+
+
+class Together:
+    """Many small cases as one: the rule over all of them, with a quarter of its floor and nothing for chance.
+
+    Each case counts by its error in units of PyTorch's usual one, so none outweighs the others.
+    """
+
+    def __init__(self):
+        self._cases: dict[str, list[Errors]] = defaultdict(list)
+
+    def add(self, chain: Chain, arguments: dict) -> None:
+        """One case, of which the elements are checked at once."""
+        compared, failures = _compare(chain, arguments)
+        assert not failures, "\n".join(failures)
+        for name, errors in compared.items():
+            if errors.their_usual > 0:  # else PyTorch is exact
+                self._cases[name].append(errors)
+
+    def ratios(self) -> dict[str, tuple[float, float]]:
+        """Our error by name and the largest allowed one, over PyTorch's."""
+        result = {}
+        for name, cases in self._cases.items():
+            ours, theirs, floor = (
+                math.sqrt(sum((error / each.their_usual) ** 2 for each, error in zip(cases, errors, strict=True)))
+                for errors in (
+                    [each.ours for each in cases],
+                    [each.theirs for each in cases],
+                    [FLOOR / 4 * each.size for each in cases],
+                )
             )
-    assert not failures, "\n".join(failures)
+            result[name] = ours / theirs, (ALLOWANCE * theirs + floor) / theirs
+        return result
+
+    def judge(self) -> None:
+        failures = [
+            f"{name}: {ours:.3f} of PyTorch's error, allowed {most:.3f}"
+            for name, (ours, most) in self.ratios().items()
+            if not ours <= most
+        ]
+        assert not failures, "\n".join(failures)
 
 
 def check_inference(chain: Chain, arguments: dict) -> None:
     """Assert the rule, but for chance, for the result without gradients: other kernels run, which save nothing."""
     with torch.no_grad():
-        ours, theirs = chain.function(**arguments).double(), chain.plain(**arguments).double()
+        ours, theirs = chain.function(**arguments), chain.plain(**arguments)
         exact = chain.plain(**doubled(arguments))
-    our_error, their_error = (ours - exact).norm(), (theirs - exact).norm()
-    assert our_error <= FACTOR * their_error + torch.finfo(torch.float32).eps * exact.norm()
+    our_error, their_error = ours.double() - exact, theirs.double() - exact
+    assert our_error.norm() <= allowed(their_error.norm(), exact.norm())
+    failures = _wrong_parts("output", our_error, exact, [their_error], ours.dtype)
+    assert not failures, "\n".join(failures)
 
 
 def check_not_finite(chain: Chain, arguments: dict, grad_output: torch.Tensor, value: float) -> None:
@@ -160,5 +300,5 @@ def _plain_results(chain, arguments, grad_output):
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Frobenius norm of the difference; NaN if the result is not finite."""
-    return (result.double() - exact)[where].norm()
+    """The difference, and 0 elsewhere."""
+    return torch.where(where, result.double() - exact, 0.0)

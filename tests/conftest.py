@@ -91,3 +91,16 @@ def default_precision():
     """Each test starts from, and leaves behind, PyTorch's default float32 setting."""
     yield
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def poisoned_memory():
+    """PyTorch fills what ``torch.empty`` and its kin return with NaN (integers: their largest value).
+
+    It does so in its deterministic mode alone. What a kernel leaves out, or reads before it is written, then shows.
+    """
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(9).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

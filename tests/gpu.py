@@ -13,14 +13,6 @@ MARKS = [
 ]
 
 
-def poisoned_memory():
-    """An autouse fixture of each file: PyTorch fills what ``torch.empty`` returns, in its deterministic mode alone."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def arguments_of(chain, problem, dtype, **options):
     return make_arguments(chain, problem, dtype, device=DEVICE, **options)
 

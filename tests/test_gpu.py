@@ -41,8 +41,7 @@ from tests.chains import (
 from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from triton_kernels import row_minimum_backward
 
-pytestmark = gpu.MARKS
-poisoned_memory = pytest.fixture(autouse=True)(gpu.poisoned_memory)
+pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
 #: x [1024, 8192], weight [8192, 8192]; the blocks are measured with the groups of the chains that they are taken from.
 TARGETS = {

@@ -26,8 +26,7 @@ from triton_kernels.pointwise import FLOAT16_GELU, GELU
 from triton_kernels.tf32 import round_to_tf32
 from triton_kernels.weight_gradient_hopper import WeightGradientConfig
 
-pytestmark = gpu.MARKS
-poisoned_memory = pytest.fixture(autouse=True)(gpu.poisoned_memory)
+pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: L19's problems and the rest of their geometry: 64 channels are a block of Hopper's kernels, and 3 x 3 the target's

@@ -25,12 +25,12 @@ from triton_kernels.row_minimum import empty_tile_minimum, finish
 
 pytestmark = [
     *gpu.MARKS,
+    pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.skipif(
         not (torch.cuda.is_available() and runs_hopper_kernels(torch.device("cuda", 0))),
         reason="operands are split on Hopper alone (compute capability 9.0)",
     ),
 ]
-poisoned_memory = pytest.fixture(autouse=True)(gpu.poisoned_memory)
 
 #: norm(result - exact) / norm(exact), by parts: float32's, and TF32's.
 TOLERANCES = {1: 5e-4, 2: 5e-7}

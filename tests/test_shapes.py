@@ -26,6 +26,8 @@ from tests.chains import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 by_chain = pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 

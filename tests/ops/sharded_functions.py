@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ops
+from bench.checking import allowed
 from ops import precision
 from tests import accuracy
 from tests.chains import (
@@ -46,18 +47,19 @@ def accuracy_of_kernels(world, chain):
         arguments = world.arguments(chain, problem, dtype)
         grad_output = accuracy.draw_grad_output(chain, arguments)
         near = [arguments, *(accuracy.neighbour(arguments, seed) for seed in range(3))]
-        exact = [accuracy.run(chain.plain, doubled(each), grad_output.double()) for each in near]
+        near = [(each, accuracy.gradient_nearby(chain, each, grad_output)) for each in near]
+        exact = [accuracy.run(chain.plain, doubled(each), gradient.double()) for each, gradient in near]
         for divided in ("channels", "batch"):
             function = world.whole(chain, divided)
             ours = accuracy.run(function, arguments, grad_output)
             with mock.patch.object(precision, "runs_kernels", lambda tensor: False):
-                theirs = [accuracy.run(function, each, grad_output) for each in near]
+                theirs = [accuracy.run(function, *each) for each in near]
             for name in ours:
                 our_error = (ours[name].double() - exact[0][name]).norm()
                 errors = [(each[name].double() - truth[name]).norm() for each, truth in zip(theirs, exact, strict=True)]
-                allowed = accuracy.FACTOR * errors[0] + torch.finfo(torch.float32).eps * exact[0][name].norm()
-                allowed += 2 * max(errors) / math.sqrt(problem.rows)  # chance, as in tests.accuracy
-                assert our_error <= allowed, f"{name}, {divided}, {dtype}: {our_error:.3e}, allowed {allowed:.3e}"
+                most = allowed(errors[0], exact[0][name].norm())
+                most += 2 * max(errors) / math.sqrt(problem.rows)  # chance, as in tests.accuracy
+                assert our_error <= most, f"{name}, {divided}, {dtype}: {our_error:.3e}, allowed {most:.3e}"
 
 
 @check(chain=EVERY)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ops
+from bench.checking import ALLOWANCE
 from ops import precision
-from tests.accuracy import FACTOR, draw_grad_output, neighbour, run
+from tests.accuracy import draw_grad_output, gradient_nearby, neighbour, run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
@@ -82,17 +83,18 @@ def test_accuracy(chain, way, backward):
         theirs = run(autocast(chain.plain), arguments, grad_output)
     exact = run(chain.plain, doubled(arguments), grad_output.double())
     our_errors, their_errors = errors_of(ours, exact), errors_of(theirs, exact)
-    nearby = [neighbour(rounded, seed) for seed in range(3)]
-    nearby = [{k: v.float() if isinstance(v, torch.Tensor) else v for k, v in each.items()} for each in nearby]
-    chances = [
-        errors_of(run(autocast(chain.plain), each, grad_output), run(chain.plain, doubled(each), grad_output.double()))
-        for each in nearby
-    ]
+    chances = []
+    for seed in range(3):
+        near = neighbour(rounded, seed)
+        gradient = gradient_nearby(chain, near, grad_output)
+        near = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in near.items()}
+        near_exact = run(chain.plain, doubled(near), gradient.double())
+        chances.append(errors_of(run(autocast(chain.plain), near, gradient), near_exact))
     failures = []
     for name in exact:
         assert ours[name].dtype == theirs[name].dtype, name
         chance = 2 * max(errors[name] for errors in chances) / math.sqrt(PROBLEM.rows)
-        allowed = FACTOR * their_errors[name] + torch.finfo(torch.float32).eps / 4 * exact[name].norm() + chance
+        allowed = ALLOWANCE * their_errors[name] + torch.finfo(torch.float32).eps / 4 * exact[name].norm() + chance
         if not our_errors[name] <= allowed:
             failures.append(
                 f"{name}: {our_errors[name]:.3e}, PyTorch's {their_errors[name]:.3e}, allowed {allowed:.3e}"

@@ -7,6 +7,7 @@ from tests.accuracy import draw_grad_output, run
 from tests.chains import (
     CHAINS,
     DTYPES,
+    L19,
     L75,
     LINEAR_CHAINS,
     NORMS,
@@ -15,6 +16,9 @@ from tests.chains import (
     make_arguments,
     tensors_of,
 )
+from triton_kernels.column_sums import column_sums_kernel
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 
@@ -22,6 +26,7 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 def same_bits(first, second):
     assert first.keys() == second.keys()
     for name in first:
+        assert not first[name].isnan().any(), name  # what memory that was never written to holds
         assert torch.equal(first[name], second[name]), name
 
 
@@ -29,7 +34,6 @@ def run_twice(chain, arguments):
     grad_output = draw_grad_output(chain, arguments, unsafe="keep")
     first = run(chain.function, arguments, grad_output)
     copies = {name: tensor.clone() for name, tensor in tensors_of(arguments).items()}
-    torch.empty(10_000).fill_(torch.nan)  # so that memory never written to is unlikely to hold what it held before
     second = run(chain.function, {**arguments, **copies}, grad_output.clone())
     same_bits(first, second)
     return first
@@ -66,3 +70,28 @@ def test_many_rows_choose_one_group():
     arguments["norm_bias"][5] = -100.0
     gradients = run_twice(L75, arguments)
     assert gradients["norm_bias"].nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("chain", [*CHAINS, L19], ids=chain_id)
+def test_memory_never_written_to_shows(chain, training, monkeypatch):
+    """A call without the last of its launches, here one that is repeated (``ops/replay.py``), leaves NaN."""
+    sizes = Problem(2, 4, 2, 4, pixels=(3, 3)) if chain is L19 else Problem(rows=5, depth=16, groups=3, group_size=16)
+    arguments = make_arguments(chain, sizes, torch.bfloat16)
+    grad_output = draw_grad_output(chain, arguments, unsafe="keep")
+    kernel_type = type(column_sums_kernel)
+    launch, launches, last = kernel_type.run, [], None
+
+    def launch_all_but_last(self, *arguments, **options):
+        launches.append(self)
+        return launch(self, *arguments, **options) if len(launches) != last else None
+
+    def results():
+        launches.clear()
+        return run(chain.function, arguments, grad_output) if training else {"output": chain.function(**arguments)}
+
+    monkeypatch.setattr(kernel_type, "run", launch_all_but_last)
+    first = results()
+    same_bits(results(), first)
+    last = len(launches)
+    assert any(result.isnan().any() for result in results().values())
