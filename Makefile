@@ -2,6 +2,7 @@
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
+#   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
 PYTHON ?= python3
 ENVIRONMENT := .venv
@@ -12,7 +13,7 @@ IN_ENVIRONMENT := $(ENVIRONMENT)/bin/python -m
 PARALLEL := OMP_NUM_THREADS=1 $(IN_ENVIRONMENT) pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 MAY_BE_EMPTY := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: test bench lint reference docs clean
+.PHONY: test bench mutants lint reference docs clean
 
 test: lint reference
 	TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(PYTEST_ARGS) $(MAY_BE_EMPTY)
@@ -25,6 +26,9 @@ test: lint reference
 
 bench: $(INSTALLED)
 	$(IN_ENVIRONMENT) bench $(BENCH_ARGS)
+
+mutants: $(INSTALLED)
+	$(ENVIRONMENT)/bin/python scripts/mutants.py $(MUTANTS_ARGS)
 
 # A tool that is not there is named and passed over: an environment borrowed without a network (scripts/install.sh) may
 # lack some.
