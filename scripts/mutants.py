@@ -71,13 +71,14 @@ TESTS = {
     "ops/*.py": ["ops/test_arguments.py", "ops/test_reference.py", "ops/test_modules.py", *CHAINS],
     "ops/conv*.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "ops/test_convolution.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
-    "autotune_configs/*.py": ["autotune_configs/test_cli.py", "autotune_configs/test_workloads.py"],
+    "autotune_configs/*.py": [f"autotune_configs/test_{name}.py" for name in ("chains", "cli", "workloads")],
 }
 
-#: What has these names sets how long a call takes, not what it computes: sizes of blocks, and limits found by timing.
+#: What has these names sets how long a call takes, not what it computes: sizes of blocks, limits found by timing; and
+#: text.
 SPEED = re.compile(
     r"num_warps|num_stages|flatten|maxsize|_?(block|group_m|rows_per)(_\w+)?|_?(BLOCK|GROUP_M|ROWS_PER)(_\w+)?"
-    r"|(FEWEST|SHALLOWEST)_\w+|_NEAR|_WORTHWHILE|_MARGIN|_ENDS|_FLOPS|_\w+_TILES|_INTERPRETED_SHAPES"
+    r"|(FEWEST|SHALLOWEST)_\w+|_NEAR|_WORTHWHILE|_MARGIN|_ENDS|_FLOPS|_\w+_TILES|help"
 )
 #: Likewise: promises to the compiler.
 HINTS = {"tl.assume", "tl.multiple_of", "tl.max_contiguous"}
