@@ -54,8 +54,8 @@ LEFT_OUT = {
     "autotune_configs/heuristics.py _stages": "pipeline stages are for speed",
     "triton_kernels/linear.py tile_place": "the order of tiles is for speed",
 }
-#: What holds the chains from end to end: results, gradients, and where NaN and infinities go.
-CHAINS = ["test_shapes.py", "test_nonfinite.py", "ops/test_operators.py", "ops/test_gradcheck.py"]
+#: What holds the chains from end to end.
+CHAINS = ["ops/test_modules.py", "ops/test_operators.py", "test_shapes.py"]
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
@@ -68,9 +68,14 @@ TESTS = {
     "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", "triton_kernels/test_image_group_norm.py"],
     "triton_kernels/row_minimum*.py": ["test_grids.py", "test_nonfinite.py"],
     "triton_kernels/tf32.py": ["triton_kernels/test_image_copy.py"],
-    "ops/*.py": ["ops/test_arguments.py", "ops/test_reference.py", "ops/test_modules.py", *CHAINS],
-    "ops/conv*.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "ops/test_convolution.py"],
+    "ops/*.py": ["ops/test_arguments.py"],
+    "ops/[bglmo]*.py": CHAINS,
+    "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
+    "ops/[cd]*conv*.py": ["ops/test_conv_transpose2d_gelu_group_norm.py"],
+    "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
+    "ops/reference.py": ["ops/test_gradcheck.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
+    "autotune_configs/tables.py": ["autotune_configs/test_lookup.py"],
     "autotune_configs/*.py": [f"autotune_configs/test_{name}.py" for name in ("chains", "cli", "workloads")],
 }
 
@@ -164,8 +169,10 @@ def changes_nothing(node: Any) -> bool:
     match node:
         case ast.If(test=test) | ast.IfExp(test=test):
             return COMPILED.search(ast.unparse(test)) is not None
-        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) | ast.keyword(arg=name):
-            return name is not None and SPEED.fullmatch(name) is not None
+        case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+            return all(SPEED.fullmatch(name) for name in ast.unparse(target).strip("()").split(", "))
+        case ast.keyword(arg=str(name)):
+            return SPEED.fullmatch(name) is not None
         case ast.Expr(value=ast.Call(func=function)):
             return ast.unparse(function) in HINTS
     return isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom)
@@ -330,8 +337,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the draw, and run nothing")
     options = parser.parse_args()
     begin = time.monotonic()
-    lines = [line.rpartition(" => ") for line in (ROOT / "tests" / "mutants.txt").read_text().splitlines()]
-    explained = {key: reason for key, arrow, reason in lines if arrow}
+    lines = (ROOT / "tests" / "mutants.txt").read_text().splitlines()
+    explained = dict(line.split(" => ") for line in lines if not line.startswith("#"))
     known = all_mutants(ROOT)
     drawn = {
         stratum: [mutant for mutant in mutants if options.only in mutant.key]

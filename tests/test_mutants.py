@@ -61,7 +61,7 @@ def test_survivors_are_found_and_explained(toy):
 
     gone = "ops/toy.py gone: return 1 [1 to 2, 1]"
     explained = [f"{key} => nobody calls it" for key in [*survivors, gone]]
-    (folder / "tests" / "mutants.txt").write_text("\n".join(["# why", *explained]))
+    (folder / "tests" / "mutants.txt").write_text("\n".join(["# mutant => why", *explained]))
     result = run("--only", "loose")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("    nobody calls it") == 3

@@ -192,9 +192,9 @@ def test_image_configs_know_the_layout(folder):
 
 
 def test_convolution_configs_know_the_sizes(folder):
-    """No two of a convolution's sizes are alike."""
-    input, output = torch.empty(2, 16, 8, 11), torch.empty(2, 32, 6, 7)
-    problem = Problem("convolution", "float32", (2, 16, 32, 6, 7, 3, 5), None, "contiguous")
+    """No two of a convolution's sizes are alike, and the entry is too far away for any other."""
+    input, output = torch.empty(1, 64, 34, 259), torch.empty(1, 512, 32, 255)
+    problem = Problem("convolution", "float32", (1, 64, 512, 32, 255, 3, 5), None, "contiguous")
     gpu = Gpu.of(input.device)
     config = autotune_configs.convolution_config(input, output, (3, 5))
     other = next(each for each in KERNELS["convolution"].neighbours(config, problem, gpu))
