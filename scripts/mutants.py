@@ -71,7 +71,7 @@ TESTS = {
     "ops/*.py": ["ops/test_arguments.py"],
     "ops/[bglmo]*.py": CHAINS,
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
-    "ops/[cd]*conv*.py": ["ops/test_conv_transpose2d_gelu_group_norm.py"],
+    "ops/[cd]*conv*.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "ops/test_operators.py"],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
