@@ -55,7 +55,7 @@ LEFT_OUT = {
     "triton_kernels/linear.py tile_place": "the order of tiles is for speed",
 }
 #: What holds the chains from end to end.
-CHAINS = ["ops/test_modules.py", "ops/test_operators.py", "test_shapes.py"]
+CHAINS = ["ops/test_modules.py", "ops/test_operators.py", "ops/test_reference.py", "test_shapes.py"]
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
@@ -71,7 +71,9 @@ TESTS = {
     "ops/*.py": ["ops/test_arguments.py"],
     "ops/[bglmo]*.py": CHAINS,
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
-    "ops/[cd]*conv*.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "ops/test_operators.py"],
+    "ops/[cd]*conv*.py": [
+        f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
+    ],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
