@@ -71,7 +71,7 @@ TESTS = {
     "ops/*.py": ["ops/test_arguments.py"],
     "ops/[bglmo]*.py": CHAINS,
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
-    "ops/[cd]*conv*.py": [
+    "ops/*conv*.py": [
         f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
     ],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
