@@ -2,6 +2,7 @@
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
+#   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
 PYTHON ?= python3
 ENVIRONMENT := .venv
@@ -18,7 +19,7 @@ TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 MATRIX_TESTS := tests/triton_kernels/test_linear.py tests/triton_kernels/test_row_minimum.py \
 	tests/triton_kernels/test_group_norm.py tests/triton_kernels/test_image_copy.py tests/triton_kernels/test_interpreter.py
 
-.PHONY: test run-tests matrix newest bench lint reference docs clean
+.PHONY: test run-tests matrix newest mutants bench lint reference docs clean
 
 test: lint reference run-tests
 
@@ -53,6 +54,9 @@ newest:
 
 bench: $(INSTALLED)
 	$(IN_ENVIRONMENT) bench $(BENCH_ARGS)
+
+mutants: $(INSTALLED)
+	$(ENVIRONMENT)/bin/python scripts/mutants.py $(MUTANTS_ARGS)
 
 # A tool that is not there is named and passed over: an environment borrowed without a network (scripts/install.sh) may
 # lack some.

@@ -37,8 +37,52 @@ def _patch_triton_language_once():
     interpreter._patch_lang = patch_what_is_not_yet
 
 
+def _refuse_what_lies_outside():
+    """Loads and stores of the interpreter raise where they would touch what is in none of the launch's tensors.
+
+    Numpy reads and writes any address, and what a mask lets through by one element too many mostly goes unseen.
+    """
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    take_arguments, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    extents = []
+
+    def tensors_of(argument):
+        if isinstance(argument, tuple):
+            return [tensor for each in argument for tensor in tensors_of(each)]
+        argument = getattr(argument, "base", argument)  # of a descriptor
+        return [argument] if isinstance(argument, torch.Tensor) and argument.numel() else []
+
+    def note_arguments(self, arguments, options):
+        taken = take_arguments(self, arguments, options)
+        extents.clear()
+        for tensor in tensors_of((*taken[0], *taken[1].values())):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            extents.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size()))
+        return taken
+
+    def check(pointers, mask):
+        touched = pointers.data[mask.data]
+        if touched.size:
+            least, greatest = touched.min(), touched.max()
+            assert any(first <= least and greatest <= last for first, last in extents), "outside of all tensors"
+
+    def checked_load(self, pointers, mask, *arguments, **options):
+        check(pointers, mask)
+        return load(self, pointers, mask, *arguments, **options)
+
+    def checked_store(self, pointers, value, mask, *arguments):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *arguments)
+
+    executor._init_args_hst = note_arguments
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+
+
 if INTERPRETED:
     _patch_triton_language_once()
+    _refuse_what_lies_outside()
 
 hypothesis.settings.register_profile(
     "ci",

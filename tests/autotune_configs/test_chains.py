@@ -1,7 +1,9 @@
 """The chains that are swept are those that the bench measures: their groups, target shapes and grid."""
 
 from autotune_configs.__main__ import _INTERPRETED_SHAPES
-from autotune_configs.chains import CHAINS, GRID
+from autotune_configs.chains import CHAINS, GRID, LinearChain
+from autotune_configs.heuristics import WIDEST_TILE
+from autotune_configs.problem import Problem
 from bench.cells import CHAINS as MEASURED
 from bench.sizes import GRID as MEASURED_GRID
 from bench.sizes import SMALL, TARGET
@@ -18,6 +20,16 @@ def test_groups_and_targets():
         assert chain.group_size == measured.group_size
         assert chain.target == sizes(TARGET[measured.product])
         assert _INTERPRETED_SHAPES[len(chain.target)] == sizes(SMALL[measured.product])
+
+
+def test_the_product_normalises_what_a_tile_holds():
+    """Groups as wide as the widest tile, but none that are wider or no power of two."""
+    for group_size, is_held in ((WIDEST_TILE, True), (2 * WIDEST_TILE, False), (96, False)):
+        chain = LinearChain("linear_group_norm_hardtanh", group_size)
+        product, *others = chain.problems((8, 64, 2 * group_size), "bfloat16", ("forward",))
+        kernel, width = ("linear_group_norm_hardtanh", group_size) if is_held else ("linear_bias", 1)
+        assert product == Problem(kernel, "bfloat16", (8, 2 * group_size, 64, width))
+        assert bool(others) != is_held
 
 
 def test_grid():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autotune_configs import __main__ as cli
-from autotune_configs import gpus, tables
+from autotune_configs import gpus, reporting, tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import DeviceLost, Result
@@ -97,6 +97,15 @@ def test_show_tells_where_a_config_is_from(folder, capsys):
     text = " ".join(output.replace("│", " ").split())
     assert status == 0
     assert "its own entry" in text and "nearest entry, " in text and "heuristic: no table" in text
+
+
+def test_show_cuts_nothing_off(folder, capsys, monkeypatch):
+    monkeypatch.setattr(reporting, "_WIDTH_WHEN_NO_TERMINAL", 40)
+    status, output = run("show", *SMALL[1:], "4x32x8", capsys=capsys)
+    columns = zip(*(line.split("│")[1:-1] for line in output.splitlines() if "│" in line), strict=True)
+    problem, config, origin = ("".join(column).replace(" ", "") for column in columns)
+    assert status == 0 and problem == "group_normbfloat164x32x8" and "num_warps=" in config
+    assert origin == "heuristic:notablehasanentrynearit"
 
 
 def test_products_of_parts_are_not_looked_up(folder, capsys, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune_configs.gpus import Gpu
+from autotune_configs.gpus import _KNOWN, Gpu
 from triton_kernels.device import SHARED_MEMORY
 
 
@@ -18,8 +18,36 @@ def test_unknown_name():
         Gpu.called("GT 710")
 
 
+#: CUDA cores, as NVIDIA's data sheets have them, and how many of them a multiprocessor of the architecture has.
+CUDA_CORES = {
+    "NVIDIA A100-SXM4-40GB": (6912, 64),
+    "NVIDIA A100-SXM4-80GB": (6912, 64),
+    "NVIDIA A100 80GB PCIe": (6912, 64),
+    "NVIDIA GeForce RTX 3090": (10496, 128),
+    "NVIDIA GeForce RTX 4090": (16384, 128),
+    "NVIDIA L4": (7424, 128),
+    "NVIDIA L40S": (18176, 128),
+    "NVIDIA H100 80GB HBM3": (16896, 128),
+    "NVIDIA H100 PCIe": (14592, 128),
+    "NVIDIA H200": (16896, 128),
+    "NVIDIA B200": (18944, 128),
+    "NVIDIA GeForce RTX 5090": (21760, 128),
+}
+
+
+def test_known_gpus():
+    """Each has the multiprocessors that its CUDA cores make, and shared memory that its architecture is known to have:
+    at least what a block may use on any (CUDA C++ Programming Guide)."""
+    assert list(CUDA_CORES) == list(_KNOWN)
+    for name, (cores, of_one) in CUDA_CORES.items():
+        gpu = Gpu.called(name)
+        assert gpu.multiprocessors * of_one == cores, name
+        assert gpu.shared_memory >= 99 * 1024, name
+
+
 def test_without_a_gpu():
-    assert Gpu.of(torch.device("cpu")).name == "cpu"
+    """What stands in for one has few multiprocessors, so that persistent kernels loop."""
+    assert Gpu.of(torch.device("cpu")) == Gpu("cpu", 90, 3, SHARED_MEMORY[90])
 
 
 def test_file_name_has_no_folder():

@@ -149,6 +149,10 @@ def test_tables_of_kin(folder, monkeypatch):
     assert lookup.find(linear_problem(), kin).config == FIRST, "of the one that is more like it"
     for other in (Gpu.called("NVIDIA B200"), replace(kin, name="a slice", multiprocessors=66)):
         assert lookup.find(linear_problem(), other).entry is None
+    smaller = replace(GPU, name="A smaller one", multiprocessors=62)
+    tables.store(tables.shipped_path(smaller), smaller, entry(SECOND))
+    lookup.forget()
+    assert lookup.find(linear_problem(), kin).config == FIRST, "nor of one that is smaller, and less like it"
     tables.store(tables.shipped_path(kin), kin, entry(SECOND, m=1400))
     lookup.forget()
     assert lookup.find(linear_problem(), kin).config == SECOND, "but its own where there is one"
@@ -185,6 +189,18 @@ def test_image_configs_know_the_layout(folder):
     channels_last = torch.empty(2, 64, 8).transpose(1, 2)
     for images in ((contiguous, contiguous), (channels_last, channels_last), (channels_last, contiguous)):
         assert autotune_configs.image_norm_config("image_group_norm", 2, *images) == ImageNormConfig.fit(*images)
+
+
+def test_convolution_configs_know_the_sizes(folder):
+    """No two of a convolution's sizes are alike, and the entry is too far away for any other."""
+    input, output = torch.empty(1, 64, 34, 259), torch.empty(1, 512, 32, 255)
+    problem = Problem("convolution", "float32", (1, 64, 512, 32, 255, 3, 5), None, "contiguous")
+    gpu = Gpu.of(input.device)
+    config = autotune_configs.convolution_config(input, output, (3, 5))
+    other = next(each for each in KERNELS["convolution"].neighbours(config, problem, gpu))
+    tables.store(tables.user_path(gpu), gpu, entry(other, problem))
+    autotune_configs.forget()
+    assert autotune_configs.convolution_config(input, output, (3, 5)) == other
 
 
 def test_what_is_found_is_kept(folder):

@@ -85,6 +85,17 @@ def stored():
     return {entry.problem: entry for entry in tables.read(tables.user_path(GPU), GPU)}
 
 
+def test_the_hosts_clock(monkeypatch):
+    """Milliseconds from before the call to after it."""
+    now = [100.0]
+    monkeypatch.setattr(sweep.time, "perf_counter", lambda: now[0])
+
+    def quarter_of_a_second():
+        now[0] += 0.25
+
+    assert sweep.time_on_host(quarter_of_a_second) == 250.0
+
+
 def test_the_interpreters_gpu():
     assert Gpu.of(CPU) == GPU
 

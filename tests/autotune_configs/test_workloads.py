@@ -16,6 +16,7 @@ PROBLEMS = list(
         for name, shape in (
             ("l94", (8, 64, 64)),
             ("l75", (8, 64, 64)),
+            ("l30", (8, 64, 64)),
             ("l30", (8, 64, 96)),
             ("l19", (3, 16, 16, 5, 6, 3)),
         )
@@ -50,6 +51,20 @@ def test_faults_are_found(problem):
 
     workload.launch = launch_and_disturb
     assert "wrong" in workload.fault(config)
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-16)], ids=str
+)
+def test_what_is_tolerated(dtype, tolerance):
+    """For 16-bit numbers what rounding leaves at most, and no more."""
+    workload = workload_of(Problem("group_norm", dtype, (4, 32, 8)), CPU)
+    (expected,) = workload.expected()
+    workload.launch = lambda config: None
+    workload.tolerated = lambda result: getattr(torch, dtype)
+    for share, is_right in ((0.9, True), (1.1, False)):
+        workload.results = lambda config, share=share: (expected * (1 + share * tolerance),)
+        assert (workload.fault(heuristic(workload.problem)) is None) == is_right
 
 
 def disturb(workload):

@@ -42,6 +42,20 @@ def test_float64_takes_it(chain):
     assert torch.equal(chain.function(**arguments), reference_of(chain)(**arguments))
 
 
+#: No function's defaults.
+SCALARS = {"eps": 0.3, "min_val": -0.25, "max_val": 0.75, "approximate": "tanh"}
+
+
+@by_chain
+def test_float64_hands_on_every_scalar(chain):
+    arguments = make_arguments(chain, Problem(7, 24, 4, 8), torch.float64)
+    for name in SCALARS.keys() & inspect.signature(chain.function).parameters.keys():
+        changed = arguments | {name: SCALARS[name]}
+        expected = reference_of(chain)(**changed)
+        assert torch.equal(chain.function(**changed), expected), name
+        assert not torch.equal(expected, reference_of(chain)(**arguments)), name
+
+
 @pytest.mark.parametrize("chain", [chain for chain in CHAINS if chain.has_groups], ids=chain_id)
 def test_one_sample_of_groups_of_one(chain):
     """F.group_norm refuses a single sample of one value a group; the kernels do not, so neither may float64."""

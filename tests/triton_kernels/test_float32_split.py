@@ -112,6 +112,18 @@ def test_rows_of_wide_range(parts, fits, lost):
             assert ((whole(result) - operand.double()).abs() <= float32_split._MOST_LOST[parts] * operand.abs()).all()
 
 
+@pytest.mark.parametrize("parts, fits, most_lost", [(1, -30, 2.0**-9), (2, -31, 2.0**-19)])
+def test_the_smallest_elements_that_are_held(parts, fits, most_lost):
+    """Half way between two numbers that the parts hold most is lost: here just what may be, and of half as much twice
+    that."""
+    for smaller, is_left in ((1, 0), (2, 1)):
+        operand = torch.ones(3, 20)
+        operand[2, 5] = 2.0**fits / smaller * (1 + most_lost * smaller)
+        result, left = split_of(operand, parts)
+        assert left == is_left
+        assert result.scale.isnan().tolist() == [False, False, bool(is_left)]
+
+
 def test_rows_too_small_to_be_scaled_up():
     """Subnormal numbers are what float16 cannot reach from 2**-60."""
     operand = torch.full((2, 16), 2.0**-62)

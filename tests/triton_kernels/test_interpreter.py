@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from triton_kernels.device import INTERPRETED
 
@@ -23,6 +24,12 @@ def _sum_kernel(values, over_rows, over_columns, ROWS: tl.constexpr, COLUMNS: tl
     tl.store(over_columns + rows, tl.sum(tile, 1))
 
 
+@triton.jit
+def _copy_kernel(source, target, read, written, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(target + places, tl.load(source + places, mask=places < read, other=0.0), mask=places < written)
+
+
 def test_these_tests_run_in_it():
     assert INTERPRETED
 
@@ -37,6 +44,17 @@ def test_rounding(dtype):
     _round_kernel[(1,)](values, rounded, back, SIZE=2**16)
     torch.testing.assert_close(rounded, values.to(dtype), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(back, rounded.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("read, written", [(6, 5), (5, 6), (8, 0), (0, 8)])
+def test_what_lies_outside_is_not_touched(read, written):
+    """Views of larger memory, of which a kernel may touch no more than the view; ``tests/conftest.py`` sees to it."""
+    source, target = torch.ones(2, 8), torch.zeros(2, 8)
+    _copy_kernel[(1,)](source[0, :5], target[0, :5], 5, 5, SIZE=8)
+    assert target.sum() == 5
+    with pytest.raises(InterpreterError, match="outside of all tensors"):
+        _copy_kernel[(1,)](source[0, :5], target[0, :5], read, written, SIZE=8)
+    assert target.sum() == 5
 
 
 def test_sums_are_trees():

@@ -102,6 +102,26 @@ def test_against_autograd(size, name, hardtanh):
             torch.testing.assert_close(result.double(), truth.detach(), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("has_weight, has_bias", [(False, False), (False, True), (True, False)])
+def test_absent_vectors_are_ones_and_zeros(has_weight, has_bias):
+    """Bit for bit, before and behind a function that cuts off at values that the bias moves."""
+    values, gradient = torch.randn(2, 2, 6, 1000, generator=torch.Generator().manual_seed(0))
+    weight, bias = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    results = []
+    for absent in (False, True):
+        vectors = (
+            weight if has_weight else None if absent else torch.ones(6),
+            bias if has_bias else None if absent else torch.zeros(6),
+        )
+        options = {"activation": GELU, "final": HARDTANH, "bounds": (-0.75, 0.75)}
+        output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
+        wide_group_norm(values, 2, *vectors, 1e-5, output=output, **options)
+        sums = wide_group_norm_backward(gradient, values, 2, *vectors, 1e-5, input_gradient=input_gradient, **options)
+        results.append((output, input_gradient, sums))
+    for with_vector, without in zip(*results, strict=True):
+        assert torch.equal(with_vector, without)
+
+
 def test_nothing_to_do():
     empty = torch.empty(2, 6, 0)
     assert wide_group_norm(empty, 3, None, None, 1e-5, output=empty).shape == (2, 6)
