@@ -35,8 +35,7 @@ from tests.chains import (
 from tests.gpu import DEVICE, arguments_of
 from triton_kernels.hopper import runs_hopper_convolutions, runs_hopper_kernels
 
-pytestmark = gpu.MARKS
-poisoned_memory = pytest.fixture(autouse=True)(gpu.poisoned_memory)
+pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: Kernels that run on some GPUs alone, as their names begin.
