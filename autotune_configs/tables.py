@@ -212,12 +212,13 @@ def store(path: Path, gpu: Gpu, entry: Entry) -> None:
     """
     _refuse_link_to_nothing(path)
     file = Path(os.path.realpath(path))
+    kept = ""
     with locked(file):
         try:
             entries = entries_of(file, gpu)
         except ValueError as error:
             entries, damaged = (), _unused_name(file)
-            warn_once(path, f"{path} is kept as {damaged}: {error}")
+            kept = f"{path} is kept as {damaged}: {error}"
             os.rename(file, damaged)
         others = [each for each in entries if each.problem != entry.problem]
         text = render(gpu, [*others, entry])
@@ -225,6 +226,8 @@ def store(path: Path, gpu: Gpu, entry: Entry) -> None:
             raise OSError(errno.EFBIG, "larger than any table would be", str(path))
         write_atomically(file, text)
         read.cache_clear()
+    if kept:  # told last: where warnings are errors, nothing is lost by it
+        warn_once(path, kept)
 
 
 def _unused_name(path: Path) -> Path:

@@ -76,55 +76,57 @@ def _fake(input, weight, linear_bias, num_groups, norm_weight, norm_bias, bias, 
     )
 
 
-def _backward_kernels(
-    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, *dtypes
-):
+def _backward_kernels(gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, *dtypes):
     """Gradients of input, weight, and, in ``dtypes``, of linear_bias, norm_weight, norm_bias and bias; empty where they
-    are not wanted.
+    are not wanted. Of input and weight each is given for the other's gradient, and None where that is not wanted.
 
     The gradient at the GEMM's output is zero outside the group that holds a row's minimum. While groups are narrow, the
     input's gradient gathers that group's rows of the weight, and the weight's adds up the rows that chose each group.
     """
-    (M, K), N = input.shape, weight.shape[0]
-    group_size = N // num_groups
+    M, group_size = normalized.shape
+    N = group_size * num_groups
     winner = (column, rstd, normalized.contiguous())
     *norm_dtypes, bias_dtype = dtypes
-    norm_gradients = operators.empty_vectors(input, N, norm_dtypes)
-    (bias_gradient,) = operators.empty_vectors(input, gradient.shape[0], (bias_dtype,))
+    norm_gradients = operators.empty_vectors(gradient, N, norm_dtypes)
+    (bias_gradient,) = operators.empty_vectors(gradient, gradient.shape[0], (bias_dtype,))
     row_partials, order, offsets = row_minimum_backward.sums_and_order(
         gradient, column, num_groups, group_size, bias_gradient
     )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, norm_weight, group_size)
     row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, norm_gradients)
-    vector_gradients = operators.or_empty(input, *norm_gradients, bias_gradient)
-    input_gradient = input.new_empty((M, K) if input_wanted else 0)
-    weight_gradient = weight.new_empty((N, K) if weight_wanted else 0)
+    vector_gradients = operators.or_empty(gradient, *norm_gradients, bias_gradient)
+    input_gradient, weight_gradient = _empty_matrix_gradients(gradient, M, N, input, weight)
     if num_groups >= _FEWEST_SPARSE_GROUPS and group_size <= _WIDEST_SPARSE_GROUP:
-        if input_wanted:
+        if weight is not None:
             row_minimum_backward.input_gradient(z_gradient, column, order, weight, input_gradient)
-        if weight_wanted:
+        if input is not None:
             row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight_gradient)
         return input_gradient, weight_gradient, *vector_gradients
-    dense = input.new_zeros(M, num_groups, group_size)
+    dense = gradient.new_zeros(M, num_groups, group_size)
     group = torch.div(column, group_size, rounding_mode="floor").long()
-    dense[torch.arange(M, device=input.device), group] = z_gradient.to(input.dtype)
+    dense[torch.arange(M, device=gradient.device), group] = z_gradient.to(gradient.dtype)
     dense = dense.view(M, N)
-    if input_wanted:
+    if weight is not None:
         input_gradient = gemm.input_gradient(dense, weight)
-    if weight_wanted:
+    if input is not None:
         weight_gradient = gemm.weight_gradient(dense, input)
     return input_gradient, weight_gradient, *vector_gradients
 
 
-def _backward_fake(
-    gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, input_wanted, weight_wanted, *dtypes
-):
+def _empty_matrix_gradients(gradient, M, N, input, weight):
+    """For the gradients of input and weight, each of which is wanted where the other is given."""
+    input_gradient = gradient.new_empty(0 if weight is None else (M, weight.shape[1]))
+    return input_gradient, gradient.new_empty(0 if input is None else (N, input.shape[1]))
+
+
+def _backward_fake(gradient, column, rstd, normalized, norm_weight, input, weight, num_groups, *dtypes):
     *norm_dtypes, bias_dtype = dtypes
+    M, group_size = normalized.shape
+    N = group_size * num_groups
     return (
-        input.new_empty(input.shape if input_wanted else 0),
-        weight.new_empty(weight.shape if weight_wanted else 0),
-        *operators.or_empty(input, *operators.empty_vectors(input, weight.shape[0], norm_dtypes)),
-        *operators.or_empty(input, *operators.empty_vectors(input, gradient.shape[0], (bias_dtype,))),
+        *_empty_matrix_gradients(gradient, M, N, input, weight),
+        *operators.or_empty(gradient, *operators.empty_vectors(gradient, N, norm_dtypes)),
+        *operators.or_empty(gradient, *operators.empty_vectors(gradient, gradient.shape[0], (bias_dtype,))),
     )
 
 
@@ -136,7 +138,7 @@ _operator = operators.define(
 )
 _backward_operator = operators.define(
     "linear_group_norm_min_backward(Tensor gradient, Tensor column, Tensor rstd, Tensor normalized,"
-    " Tensor? norm_weight, Tensor input, Tensor weight, int num_groups, bool input_wanted, bool weight_wanted,"
+    " Tensor? norm_weight, Tensor? input, Tensor? weight, int num_groups,"
     " ScalarType? linear_bias_dtype, ScalarType? norm_weight_dtype, ScalarType? norm_bias_dtype,"
     " ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernels,
@@ -147,14 +149,14 @@ _backward_operator = operators.define(
 def _setup_context(ctx, inputs, outputs):
     input, weight, linear_bias, ctx.num_groups, norm_weight, norm_bias, bias, _, _ = inputs
     ctx.dtypes = operators.dtypes_of(linear_bias, norm_weight, norm_bias, bias)
-    ctx.save_for_backward(input, weight, *outputs[1:], norm_weight)
+    gemm.save(ctx, input, weight, *outputs[1:], norm_weight)
 
 
 def _backward(ctx, gradient):
     input, weight, column, rstd, normalized, norm_weight = ctx.saved_tensors
     wanted, dtypes = ctx.needs_input_grad[:2], operators.wanted_dtypes(ctx, 2, 4, 5, 6)
     gradients = _backward_operator(
-        gradient, column, rstd, normalized, norm_weight, input, weight, ctx.num_groups, *wanted, *dtypes
+        gradient, column, rstd, normalized, norm_weight, input, weight, ctx.num_groups, *dtypes
     )
     *matrices, linear_bias_gradient, norm_weight_gradient, norm_bias_gradient, bias_gradient = operators.where_wanted(
         gradients, (*wanted, *dtypes)
@@ -241,7 +243,8 @@ class LinearGroupNormMin(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         gemm, norm = self.gemm, self.group_norm
         if not submodules.are_as_made(self, gemm=(gemm, torch.nn.Linear), group_norm=(norm, torch.nn.GroupNorm)):
-            return torch.min(norm(gemm(input)), dim=1, keepdim=True)[0] + self.bias
+            minimum = torch.min(norm(gemm(input)), dim=1, keepdim=True)[0]
+            return minimum if self.bias is None else minimum + self.bias
         return linear_group_norm_min(
             input, gemm.weight, gemm.bias, norm.num_groups, norm.weight, norm.bias, self.bias, eps=norm.eps
         )

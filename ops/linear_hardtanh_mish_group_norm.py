@@ -96,7 +96,9 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
             hardtanh=(hardtanh, torch.nn.Hardtanh),
             groupnorm=(norm, torch.nn.GroupNorm),
         ):
-            activated = torch.nn.functional.mish(hardtanh(gemm(input) + self.bias))
+            product = gemm(input)
+            biased = product if self.bias is None else product + self.bias
+            activated = torch.nn.functional.mish(hardtanh(biased))
             return with_leading_shape(norm(activated.reshape(-1, activated.shape[-1])), input)
         return linear_hardtanh_mish_group_norm(
             input,

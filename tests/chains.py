@@ -322,8 +322,8 @@ def with_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
         return tensor.contiguous()
     if layout == "transposed":
         return tensor.mT.contiguous().mT
+    filler = math.nan if tensor.is_floating_point() else -1
     if layout == "strided":
-        filler = math.nan if tensor.is_floating_point() else -1
         wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), filler)
         wide[..., ::2] = tensor
         return wide[..., ::2]
@@ -332,7 +332,7 @@ def with_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
         wide[..., : tensor.shape[-1]] = tensor
         return wide[..., : tensor.shape[-1]]
     if layout == "misaligned":
-        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+        return torch.cat([tensor.new_full((1,), filler), tensor.flatten()])[1:].view(tensor.shape)
     if layout == "expanded":
         return tensor[:1].expand(tensor.shape)
     raise ValueError(f"no such layout: {layout}")

@@ -1,5 +1,6 @@
 """Which Tritons the kernels are tested with, and what differs between them. This loads no Gluon."""
 
+import re
 import warnings
 
 import triton
@@ -10,8 +11,8 @@ TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 def version_of(text: str) -> tuple[int, int]:
     """Major and minor number of a version such as "3.9.0" or "3.9.0+git1234"."""
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
+    major, minor, *_ = [*map(int, re.findall(r"\d+", text)), 0, 0]
+    return major, minor
 
 
 VERSION = version_of(triton.__version__)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pwd
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -148,6 +149,19 @@ def test_damaged_files_are_kept_beside_the_new_table(folder):
             tables.store(path, GPU, entry())
         assert tables.read(path, GPU) == (entry(),)
         assert path.with_name(f"{path.name}.damaged{number or ''}").read_text() == content
+
+
+def test_a_damaged_file_is_kept_where_warnings_are_errors(folder):
+    """The entry is stored all the same."""
+    path = tables.user_path(GPU)
+    folder.mkdir()
+    path.write_text("notes of mine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="is kept as"):
+            tables.store(path, GPU, entry())
+    assert tables.read(path, GPU) == (entry(),)
+    assert path.with_name(f"{path.name}.damaged").read_text() == "notes of mine"
 
 
 def make_link_to_a_folder_that_is_gone(path):

@@ -364,6 +364,18 @@ def test_inputs_of_other_dimensions(name, shape, calls):
     assert calls == [name]
 
 
+@pytest.mark.parametrize("name", ["L94", "L75"])
+def test_without_a_bias(name):
+    """The functions take None for any bias, so the modules do too, changed or not."""
+    ours, _, settings, shape, *_ = MODELS[name]
+    model, input = ours(*settings), torch.randn(shape)
+    model.bias = None
+    expected = model(input)
+    model.gemm.register_forward_hook(lambda *arguments: None)
+    with pytest.warns(RuntimeWarning, match="gemm has a hook"):
+        torch.testing.assert_close(model(input), expected)
+
+
 def test_bias_of_three_dimensions():
     mine = ops.LinearHardtanhMishGroupNorm(24, 40, (1, 1, 40), 5)
     expected = mine(input_of("L94"))

@@ -49,9 +49,9 @@ def samples(M):
         "linear_group_norm_min_backward": [
             [
                 *(random(C, M), column, rstd, random(M, C // groups), *vectors(1, present)),
-                *(input, weight, groups, *wanted, *dtypes(4, present)),
+                *(*matrices, groups, *dtypes(4, present)),
             ]
-            for present, wanted in ((True, (True, True)), (False, (True, False)))
+            for present, matrices in ((True, (input, weight)), (False, (None, weight)))
             for groups in (4, 16)  # few are multiplied as dense matrices, many are not
         ],
     }

@@ -183,7 +183,7 @@ def test_convolution_bias_that_the_norms_passes_add():
         gradients(L19, arguments, changed=["conv_bias"])
 
 
-@pytest.mark.parametrize("chain", [LINEAR, L94, L30], ids=chain_id)
+@pytest.mark.parametrize("chain", [LINEAR, L94, L75, L30], ids=chain_id)
 def test_matrices_kept_for_one_gradient(chain):
     """As of PyTorch's Linear: the input is for the weight's gradient, the weight for the input's."""
     for wanted, changed in (("input", "input"), ("weight", "weight")):

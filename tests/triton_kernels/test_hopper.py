@@ -23,7 +23,7 @@ def test_not_in_the_interpreter():
 
 
 def test_tensors_without_an_address():
-    """Those of a compiler's tracers, by which operators are asked too: they stand for memory that begins anywhere."""
+    """Those of a compiler's tracers, by which operators are asked too, stand for memory that begins where it should."""
     with FakeTensorMode(), FunctionalTensorMode():
         assert is_copyable(torch.empty(2, 64, 5, 6, dtype=torch.bfloat16, memory_format=torch.channels_last))
 

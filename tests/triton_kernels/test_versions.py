@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "text, version", [("3.6.0", (3, 6)), ("3.10.1", (3, 10)), ("3.9.0+git1f2e3d", (3, 9)), ("4.0.0rc1", (4, 0))]
+    "text, version",
+    [("3.6.0", (3, 6)), ("3.10.1", (3, 10)), ("3.9.0+git1f2e3d", (3, 9)), ("4.0.0rc1", (4, 0)), ("4", (4, 0))],
 )
 def test_version_of(text, version):
     assert versions.version_of(text) == version
