@@ -116,7 +116,9 @@ def test_absent_vectors_are_ones_and_zeros(has_weight, has_bias):
         options = {"activation": GELU, "final": HARDTANH, "bounds": (-0.75, 0.75)}
         output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
         wide_group_norm(values, 2, *vectors, 1e-5, output=output, **options)
-        sums = wide_group_norm_backward(gradient, values, 2, *vectors, 1e-5, input_gradient=input_gradient, **options)
+        sums = torch.full((2, 6), torch.nan)
+        options |= {"input_gradient": input_gradient, "vector_gradients": sums.unbind()}
+        wide_group_norm_backward(gradient, values, 2, *vectors, 1e-5, **options)
         results.append((output, input_gradient, sums))
     for with_vector, without in zip(*results, strict=True):
         assert torch.equal(with_vector, without)
