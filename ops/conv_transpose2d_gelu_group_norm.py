@@ -191,7 +191,7 @@ def conv_transpose2d_gelu_group_norm(
     kernel_width), the three vectors (out_channels) or None; float32, bfloat16, float16 or float64, all of one dtype
     outside autocast. ``stride`` and the rest are those of ``torch.nn.functional.conv_transpose2d``, ``approximate``
     ("none" or "tanh") that of ``torch.nn.functional.gelu``. Returns (batch, out_channels, output_height, output_width)
-    in the input's dtype, or autocast's, and in its memory format; PyTorch's GroupNorm returns contiguous images on a
+    in the input's dtype, or autocast's, and in its memory format; PyTorch's GroupNorm may return contiguous images on a
     GPU. gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
     Raises ValueError or TypeError naming an argument that does not fit.
     """
@@ -252,7 +252,7 @@ def conv_transpose2d_gelu_group_norm(
 class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
     """``group_norm(gelu(conv_transpose(x)))`` with the parameters ``conv_transpose.*`` and ``group_norm.*``.
 
-    The result has the input's memory format; PyTorch's GroupNorm returns contiguous images on a GPU.
+    The result has the input's memory format; PyTorch's GroupNorm may return contiguous images on a GPU.
     ``groups`` is taken and unused, as in the plain model: the convolution has one group.
     """
 

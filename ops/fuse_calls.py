@@ -6,10 +6,13 @@ for other shapes, dtypes or devices than the fused chain has, for tensor subclas
 ``bias`` is what is added to the product. The results have the dtype of the input, and the strides that PyTorch's have.
 """
 
+import functools
 import math
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ops
@@ -160,8 +163,28 @@ def conv_transpose2d_gelu_group_norm(
 
 
 def _format_of_plain_chain(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """PyTorch's GroupNorm returns contiguous images on a GPU. On the CPU it keeps the convolution's format:
-    channels_last where the input or the weight is."""
-    formats = (convolution.memory_format(tensor) for tensor in (input, weight))
-    is_channels_last = input.is_cpu and torch.channels_last in formats
-    return torch.channels_last if is_channels_last else torch.contiguous_format
+    """On the CPU the convolution's, channels_last where the input or the weight is; elsewhere PyTorch's choice."""
+    formats = convolution.memory_format(input), convolution.memory_format(weight)
+    if input.is_cpu:
+        return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
+    return _format_of_fake_chain(input.device.type, input.dtype, *formats, torch.backends.cudnn.enabled)
+
+
+def _format_of_fake_chain(*arguments) -> torch.memory_format:
+    return _asked_format(*arguments)
+
+
+# As in ops.precision: a compiler calls it, and takes what it returns for a constant.
+_format_of_fake_chain._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _asked_format(
+    device: str, dtype: torch.dtype, input_format: torch.memory_format, weight_format: torch.memory_format, cudnn: bool
+) -> torch.memory_format:
+    """Of a convolution and a group norm of fake tensors, which have strides and no values: versions of PyTorch differ.
+    (Up to 2.13 its group norm returns contiguous images on a GPU, 2.15 keeps their format.)"""
+    with FakeTensorMode(), torch.no_grad():
+        image = torch.empty(2, 8, 4, 4, dtype=dtype, device=device, memory_format=input_format)
+        weight = torch.empty(8, 8, 3, 3, dtype=dtype, device=device, memory_format=weight_format)
+        return convolution.memory_format(functional.group_norm(functional.conv_transpose2d(image, weight), 2))

@@ -110,16 +110,16 @@ def test_small_convolutions(name, format, dtype):
 @by_format
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 def test_strides_of_a_fused_model(weight_format, format):
-    """PyTorch's, so that a view works where the plain model has one: its group norm returns contiguous images."""
+    """PyTorch's, so that a view works where it does behind the plain model."""
     layers = torch.nn.ConvTranspose2d(64, 64, 3), torch.nn.GELU(), torch.nn.GroupNorm(8, 64)
     model = torch.nn.Sequential(*layers).to(DEVICE, torch.bfloat16).to(memory_format=weight_format)
     input = torch.randn(4, 64, 16, 18, dtype=torch.bfloat16, device=DEVICE).to(memory_format=format)
     expected = model(input)
     assert ops.fuse(model).replaced
     result = model(input)
-    assert result.stride() == expected.stride() and result.is_contiguous()
-    torch.testing.assert_close(result.view(4, -1), expected.view(4, -1), atol=0.1, rtol=0.1)
-    result.view(4, -1).sum().backward()
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected, atol=0.1, rtol=0.1)
+    result.sum().backward()
     assert model[0].weight.grad.isfinite().all()
 
 
