@@ -19,7 +19,7 @@ from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
 from ops.linear_group_norm_min import WIDEST_FUSED_GROUP
 from ops.precision import FLOAT32_INPUT_PRECISION
-from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, MORE_SPILLS
+from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills
 from triton_kernels import (
     bias_pointwise,
     column_sums,
@@ -32,6 +32,7 @@ from triton_kernels import (
 from triton_kernels.float32_split import LinearSplitConfig, SplitOperand, split
 from triton_kernels.linear import LinearConfig, linear
 from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, HARDTANH_MISH, IDENTITY
+from triton_kernels.versions import VERSION
 
 pytestmark = pytest.mark.offline
 
@@ -151,7 +152,9 @@ def check(gemm: Gemm, arch: int) -> None:
 
     (compiled,) = compile_launches(launch, arch)
     assert compiled.fits, f"{compiled.shared_memory} bytes of shared memory"
-    assert compiled.spilled_bytes <= gemm.allowed_spill(arch) + MORE_SPILLS, f"{compiled.spilled_bytes} bytes spilled"
+    assert compiled.spilled_bytes <= gemm.allowed_spill(arch) + more_spills(arch), (
+        f"{compiled.spilled_bytes} bytes spilled"
+    )
     # Triton may answer a tile that it cannot do with a kernel that does nothing.
     assert any(instruction in compiled.ptx for instruction in MATRIX_INSTRUCTIONS), f"{configs[0]} multiplies nothing"
     if arch == 90 and configs[0].block_m >= FEWEST_WGMMA_ROWS:
@@ -224,7 +227,7 @@ def test_split_products(parts, kernel, orders, group_size):
     assert [kernel.name for kernel in kernels] == list(allowed)
     for kernel in kernels:
         assert kernel.fits and "wgmma" in kernel.ptx
-        assert kernel.spilled_bytes <= allowed[kernel.name] + MORE_SPILLS, kernel.name
+        assert kernel.spilled_bytes <= allowed[kernel.name] + more_spills(90), kernel.name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -238,7 +241,7 @@ def test_splits(parts, arch):
 
     for kernel in compile_launches(launch, arch):
         # Two registers where rows are contiguous; the smaller block, which spills none, takes 1.09 of its time (H200).
-        assert kernel.fits and kernel.spilled_bytes <= 8 + MORE_SPILLS
+        assert kernel.fits and kernel.spilled_bytes <= 8 + more_spills(arch)
 
 
 def group_norm_launches(dtype, M, C, group_size, *functions):
@@ -330,6 +333,6 @@ def test_other_kernels(name, arch):
         for kernel in kernels:
             # 16 elements of eight matrices a thread, for which 512 threads leave 128 registers: a little too few.
             allowed = 128 if name == WIDEST and kernel.name == "group_norm_backward_kernel" else 0
-            if MORE_SPILLS and kernel.name == "sums_and_ranks_kernel":  # which takes 3 us (H200, Triton 3.6)
+            if VERSION > (3, 7) and kernel.name == "sums_and_ranks_kernel":  # which takes 3 us (H200, Triton 3.6)
                 allowed = 416
-            assert kernel.spilled_bytes <= allowed + MORE_SPILLS, (kernel.name, kernel.spilled_bytes)
+            assert kernel.spilled_bytes <= allowed + more_spills(arch), (kernel.name, kernel.spilled_bytes)

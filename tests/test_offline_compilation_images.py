@@ -13,7 +13,7 @@ from autotune_configs.offline import compile_launches
 from ops import direct_convolution
 from ops.convolution import ConvTranspose2dGeometry
 from ops.precision import FLOAT32_INPUT_PRECISION
-from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, MORE_SPILLS
+from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills
 from triton_kernels import convolution, convolution_hopper, image_copy, image_group_norm, weight_gradient_hopper
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
@@ -49,7 +49,7 @@ def assert_fit_without_spills(kernels, allowed_spill=0):
     assert kernels
     for kernel in kernels:
         assert kernel.fits, (kernel.name, kernel.shared_memory)
-        assert kernel.spilled_bytes <= allowed_spill + MORE_SPILLS, (
+        assert kernel.spilled_bytes <= allowed_spill + more_spills(kernel.arch), (
             kernel.name,
             kernel.spilled_bytes,
             kernel.registers,
