@@ -77,6 +77,7 @@ TESTS = {
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
+    "ops/submodules.py": ["ops/test_changed_submodules.py"],
     "autotune_configs/tables.py": ["autotune_configs/test_lookup.py"],
     "autotune_configs/*.py": [f"autotune_configs/test_{name}.py" for name in ("chains", "cli", "workloads")],
 }

@@ -16,6 +16,16 @@ def test_against_float64(sums, chunks, channels):
     assert torch.equal(column_sums(partials), partials.double().sum(1).float())
 
 
+def test_partials_are_float32_whatever_the_default():
+    device, vectors = torch.device("cpu"), (None, torch.empty(8, dtype=torch.bfloat16))
+    torch.set_default_dtype(torch.float64)
+    try:
+        partials = [*float32_partials(vectors, 3, 8, device), *empty_partials(vectors, 3)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {partial.dtype for partial in partials if partial is not None} == {torch.float32}
+
+
 @pytest.mark.parametrize("chunks", [0, 1, 3])
 def test_vectors_of_any_dtype(chunks):
     """Each in memory of its own, rounded once; two may get the same sums, and one that is not wanted is None."""
