@@ -47,7 +47,7 @@ def _change_of_one(layers: dict[str, tuple[nn.Module, type[nn.Module]]]) -> str:
 def _tell(text: str) -> None:
     """Warn, the first time."""
     if text not in _told:
-        warnings.warn(text, RuntimeWarning, stacklevel=6)  # whoever calls the module
+        warnings.warn(text, RuntimeWarning, stacklevel=6)  # its caller, where that is no module itself
         _told.add(text)
 
 
