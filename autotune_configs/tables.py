@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autotune_configs.files import replace_file
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
@@ -224,7 +225,7 @@ def store(path: Path, gpu: Gpu, entry: Entry) -> None:
         text = render(gpu, [*others, entry])
         if len(text) > _LARGEST_TABLE:
             raise OSError(errno.EFBIG, "larger than any table would be", str(path))
-        write_atomically(file, text)
+        replace_file(file, text.encode())
         read.cache_clear()
     if kept:  # told last: where warnings are errors, nothing is lost by it
         warn_once(path, kept)
@@ -240,20 +241,6 @@ def render(gpu: Gpu, entries: list[Entry]) -> str:
     ordered = sorted(entries, key=lambda entry: (str(entry.problem).split(" ")[:-1], entry.problem.sizes))
     lines = ",\n".join("  " + json.dumps(entry.to_json()) for entry in ordered)
     return f'{{\n "gpu": {json.dumps(asdict(gpu))},\n "entries": [\n{lines}\n ]\n}}\n'
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file in one step: whoever reads it, or an interruption, never meets half of it. One process at a time."""
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # of a process that was killed
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from autotune_configs.command_line import Parser, names, positive
 from bench.cells import CHAINS, DTYPES, MODES, Cell, Problem, Step, make_cells, make_problem, make_step
-from bench.command_line import Parser, names, positive
 from bench.device import has_gpu
 from bench.rows import device_to_measure, keep_and_show
 from bench.timing import WARM_UP_CALLS, time_host, time_rounds, warm_up

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from autotune_configs.command_line import Parser, names
 from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS
-from bench.command_line import Parser, names
 from bench.device import has_gpu
 from bench.rows import device_to_measure, keep_and_show
 from bench.sizes import SMALL, TARGET

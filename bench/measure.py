@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from autotune_configs.command_line import Parser, names, positive
 from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS, MODES, Cell
 from bench.chain import PRECISIONS, Shape
-from bench.command_line import Parser, names, positive
 from bench.convolution_chains import ConvolutionChain, ConvolutionShape
 from bench.device import has_gpu
 from bench.linear_chains import LinearChain, LinearShape

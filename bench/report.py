@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from bench.command_line import Parser, cannot_write
-from bench.files import replace_file
+from autotune_configs.command_line import Parser, cannot_write
+from autotune_configs.files import replace_file
 from bench.results import BadResult, read_all
 
 _ROOT = Path(__file__).parents[1]

@@ -1,5 +1,6 @@
 """What the commands that write rows share: where they measure, and rows kept as they come and shown at last."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -10,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.command_line import cannot_write
+from autotune_configs.command_line import cannot_write
+from autotune_configs.files import replace_file
 from bench.device import NO_GPU
 from bench.device import header as make_header
-from bench.files import write_json
 
 _WIDTH_WHEN_NO_TERMINAL = 160
 
@@ -23,6 +24,12 @@ def device_to_measure(on_gpu: bool) -> torch.device:
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
     return torch.device("cuda" if on_gpu else "cpu")
+
+
+def write_json(path: Path | None, header: dict, rows: Sequence[dict]) -> None:
+    """Write a result file; nothing where no path was given. OSError as ``replace_file`` has it."""
+    if path is not None:
+        replace_file(path, (json.dumps({"header": header, "rows": rows}, indent=1) + "\n").encode())
 
 
 def keep_and_show(

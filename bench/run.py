@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autotune_configs.command_line import cannot_write
 from bench import tables
 from bench.cells import Cell, Problem, make_problem
 from bench.checking import check
-from bench.command_line import cannot_write
 from bench.device import NO_GPU
 from bench.device import header as make_header
-from bench.files import write_json
 from bench.measurement import Measurement
 from bench.peers import LIBRARY, OURS, bind_ours, bind_reference, make_call, measure_memory
+from bench.rows import write_json
 from bench.timing import time_host, time_rounds, warm_up
 from bench.turns import turn
 

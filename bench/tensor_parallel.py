@@ -27,10 +27,10 @@ from torch import distributed, multiprocessing
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
+from autotune_configs.command_line import Parser, names, positive
 from bench.cells import CHAINS, DTYPES, MODES, Cell, Problem, Step, make_cells, make_problem, make_step
 from bench.chain import Call, Chain, Forward
 from bench.checking import check
-from bench.command_line import Parser, names, positive
 from bench.device import has_gpu
 from bench.rows import device_to_measure, keep_and_show
 from bench.timing import warm_up

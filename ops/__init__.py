@@ -2,6 +2,8 @@
 
 from ops.sibling_packages import require_own_siblings
 
+__version__ = "0.2.0.dev0"
+
 require_own_siblings()
 
 from ops import reference, tensor_parallel  # noqa: E402

@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: how they are read, and how a bad one is answered."""
+"""What all command lines share: the parser, argument types, and how a bad argument is answered."""
 
 import argparse
 import re

@@ -1,11 +1,10 @@
 """Files that are replaced in one step."""
 
-import json
 import os
 
 import pytest
 
-from bench.files import replace_file, write_json
+from autotune_configs.files import replace_file
 
 
 def test_new_folders(tmp_path):
@@ -13,11 +12,6 @@ def test_new_folders(tmp_path):
     replace_file(path, b"content")
     assert path.read_bytes() == b"content"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_json(tmp_path):
-    write_json(tmp_path / "a.json", {"device": "a GPU"}, [{"chain": "L94"}])
-    assert json.loads((tmp_path / "a.json").read_text()) == {"header": {"device": "a GPU"}, "rows": [{"chain": "L94"}]}
 
 
 def test_old_content_until_the_new_is_whole(tmp_path, monkeypatch):
