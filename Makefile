@@ -19,9 +19,9 @@ TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 MATRIX_TESTS := tests/triton_kernels/test_linear.py tests/triton_kernels/test_row_minimum.py \
 	tests/triton_kernels/test_group_norm.py tests/triton_kernels/test_image_copy.py tests/triton_kernels/test_interpreter.py
 
-.PHONY: test run-tests matrix newest mutants bench lint reference docs clean
+.PHONY: test run-tests matrix newest mutants bench lint docs report clean
 
-test: lint reference run-tests
+test: lint docs run-tests
 
 run-tests: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(PYTEST_ARGS) $(MAY_BE_EMPTY)
@@ -70,12 +70,13 @@ lint: $(INSTALLED)
 	$(call RUN_IF_INSTALLED,ruff,check .,nothing was linted)
 	$(call RUN_IF_INSTALLED,mypy,,no types were checked)
 
-# The public interface, from its docstrings: build/docs/index.html
-reference: $(INSTALLED)
-	$(call RUN_IF_INSTALLED,pdoc,--output-directory build/docs ops autotune_configs '!.*\..*' ops.tensor_parallel,no reference was built)
+# README.md and docs/ as a site with search, and the reference from docstrings: build/docs/index.html. Needs no network.
+docs: $(INSTALLED)
+	$(call RUN_IF_INSTALLED,sphinx,--quiet --fail-on-warning --keep-going --conf-dir docs . build/docs,no site was built)
 
-docs: reference
-	$(ENVIRONMENT)/bin/python scripts/docs.py
+# docs/benchmarks.md, the generated tables of other pages and the pictures, from bench/results
+report: $(INSTALLED)
+	$(IN_ENVIRONMENT) bench report
 
 $(INSTALLED): pyproject.toml constraints.txt scripts/install.sh
 	bash scripts/install.sh $(PYTHON) $(ENVIRONMENT)

@@ -16,6 +16,8 @@ from tests.bench import result_files
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("*.md"))
 PAGES += [page for folder in ("bench", "docs", "examples") for page in sorted((ROOT / folder).rglob("*.md"))]
+#: Written by hand; the benchmarks' page is a report.
+GUIDES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "benchmarks"]
 PUBLIC = [(module, name) for module in (ops, autotune_configs) for name in module.__all__]
 
 
@@ -97,6 +99,23 @@ def test_table_of_errors_of_other_results(tmp_path):
 def test_page_without_a_place_for_the_table():
     with pytest.raises(ValueError, match="numerics.md must have one place for the table of errors, got 0"):
         load_script().with_table("Nothing\n", [])
+
+
+def words(page: Path) -> int:
+    """Of a page without its generated tables."""
+    return len(re.sub(r"<!-- table: .*?<!-- /table -->", "", page.read_text(), flags=re.DOTALL).split())
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_guide(page):
+    """Short, and the first sentence says what a reader can do afterwards."""
+    assert words(page) <= 1200
+    assert "\nAfter this page you" in page.read_text()
+
+
+def test_site_has_every_page():
+    listed = set(re.findall(r"^docs/(\w+)$", (ROOT / "docs" / "conf.py").read_text(), flags=re.MULTILINE))
+    assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")}
 
 
 @pytest.mark.parametrize("module, name", PUBLIC, ids=[f"{module.__name__}.{name}" for module, name in PUBLIC])

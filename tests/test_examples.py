@@ -43,9 +43,9 @@ def test_example_is_short(example):
     assert text.startswith('"""')
 
 
-def test_adopting():
-    """The guide's examples, one after another."""
-    guide = (REPOSITORY / "docs" / "adopting.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
-    assert len(examples) >= 4
-    exec("".join(examples), {})
+@pytest.mark.parametrize("page", ["adopting", "fuse"])
+def test_pages(page):
+    """A guide's snippets, one after another."""
+    snippets = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
+    assert snippets
+    exec("".join(snippets), {})
