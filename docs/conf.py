@@ -56,9 +56,19 @@ docs/reference
 :caption: Measured
 
 docs/benchmarks
-docs/performance
-docs/convolution
 bench/kernelbench/README
+docs/performance
+docs/float32_products
+docs/float32_cublas
+docs/half_precision_products
+docs/product_epilogues
+docs/wave_quantization
+docs/row_minimum
+docs/launch_overhead
+docs/convolution
+docs/convolution_epilogue
+docs/convolution_float32
+docs/convolution_triton
 ```
 
 ```{toctree}
