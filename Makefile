@@ -72,7 +72,7 @@ lint: $(INSTALLED)
 
 # README.md and docs/ as a site with search, and the reference from docstrings: build/docs/index.html. Needs no network.
 docs: $(INSTALLED)
-	$(call RUN_IF_INSTALLED,sphinx,--quiet --fail-on-warning --keep-going --conf-dir docs . build/docs,no site was built)
+	$(call RUN_IF_INSTALLED,sphinx,--quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs . build/docs,no site was built)
 
 # docs/benchmarks.md, the generated tables of other pages and the pictures, from bench/results
 report: $(INSTALLED)

@@ -113,6 +113,13 @@ def test_guide(page):
     assert "\nAfter this page you" in page.read_text()
 
 
+def test_citation():
+    citation = (ROOT / "CITATION.cff").read_text()
+    version, licence = (re.search(rf"^{name}: (.*)$", citation, re.M)[1] for name in ("version", "license"))
+    assert version == ops.__version__
+    assert f'license = "{licence}"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_site_has_every_page():
     listed = set(re.findall(r"^docs/(\w+)$", (ROOT / "docs" / "conf.py").read_text(), flags=re.MULTILINE))
     assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")}
