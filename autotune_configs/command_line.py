@@ -11,7 +11,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Leaves out the defaults that say nothing."""
 
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,3 +49,9 @@ def cannot_write(program: str, path: Path | None, error: OSError) -> int:
     """Say so in one line; returns the exit status."""
     print(f"{program}: cannot write {path}: {error.strerror}", file=sys.stderr)
     return 2
+
+
+def program(module: str, *command: str) -> str:
+    """How this command line was called: by its console script, or as ``python -m module``."""
+    script = Path(sys.argv[0]).name
+    return " ".join([script if script.startswith("normfuse-") else f"python -m {module}", *command])

@@ -26,11 +26,6 @@ class ConvolutionShape(Shape):
     def channels(self) -> int:
         return self.out_channels
 
-    @property
-    def operations(self) -> int:
-        pixels = self.batch * self.height * self.width
-        return 2 * pixels * self.in_channels * self.out_channels * self.kernel**2
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionChain(Chain):
@@ -54,7 +49,7 @@ class ConvolutionChain(Chain):
             "norm_bias": 0.2 * random.normal(channels),
         }
 
-    def library_call(self, mode, tensors, output_gradient):
+    def bare_call(self, mode, tensors, output_gradient):
         input, weight, bias = tensors["input"], tensors["weight"], tensors["conv_bias"]
         if mode == "forward":
             return lambda: F.conv_transpose2d(input, weight, bias)

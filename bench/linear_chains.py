@@ -21,10 +21,6 @@ class LinearShape(Shape):
     def channels(self) -> int:
         return self.out_features
 
-    @property
-    def operations(self) -> int:
-        return 2 * self.batch * self.in_features * self.out_features
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearChain(Chain):
@@ -57,7 +53,7 @@ class LinearChain(Chain):
             tensors["bias"] = random.normal(*((channels,) if self.bias_rank == 1 else (1, channels, 1, 1)))
         return tensors
 
-    def library_call(self, mode, tensors, output_gradient):
+    def bare_call(self, mode, tensors, output_gradient):
         input, weight = tensors["input"], tensors["weight"]
         if mode == "forward":
             return lambda: input @ weight.T

@@ -1,7 +1,6 @@
-"""The sizes that are measured where no others are asked for, as numbers alone."""
+"""The sizes that are measured by default, as numbers alone."""
 
-#: Shapes by what the chain begins with, as they are written: on a GPU, and in the interpreter, where times mean
-#: nothing.
+#: Shapes by what the chain begins with: on a GPU, and in Triton's interpreter.
 TARGET = {"GEMM": "1024x8192x8192", "convolution": "128x64x64x256x256x3"}
 SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3"}
 

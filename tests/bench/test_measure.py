@@ -13,7 +13,7 @@ def cells(monkeypatch):
     def of(*arguments):
         seen = []
         monkeypatch.setattr("bench.run.run", lambda cells, *others: seen.extend(cells) or 0)
-        assert measure.main(list(arguments)) == 0
+        assert measure.main(list(arguments), "bench") == 0
         return seen
 
     return of
