@@ -46,14 +46,14 @@ class Recording:
         self._path = path
         self._tables = tables
         self._on_gpu = device.type == "cuda"
-        self._header = Header(SCHEMA, experiment, name_of(device))  # type: ignore[arg-type]
+        self._header = Header(SCHEMA, experiment, name_of(device))
         run = current_run(device)
         self._run = results.plain(run)
         self._entries: list[results.Entry] = []
         if path is not None:
             if path.is_file():
                 header, self._entries = results.read(path)
-                results.require_same(path, header, Path("this run"), self._header)
+                results.require_same(path, header, "this run", self._header)
             self._save()
         self._console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

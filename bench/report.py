@@ -11,7 +11,8 @@ from typing import Any
 from autotune_configs.command_line import Parser
 from autotune_configs.files import replace_file
 from bench import pictures
-from bench.markdown import fill_tables, write_page
+from bench.markdown import write_page
+from bench.page_tables import fill_tables
 from bench.results import BadResult, DeviceResults, read_all
 from bench.schema import ROWS
 

@@ -81,15 +81,20 @@ def _is_date(text: object) -> bool:
 def newest(header: Header, entries: Iterable[Entry]) -> list[Entry]:
     """One entry for each cell, that of the newest run, and of one run the last; in the order of the runs."""
     found: dict[tuple, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: datetime.fromisoformat(entry.run["date"])):
+    for entry in sorted(entries, key=_time):
         key = tuple(str(entry.row.get(name)) for name in ROWS[header.experiment].KEY)
         found.pop(key, None)
         found[key] = entry
     return list(found.values())
 
 
+def _time(entry: Entry) -> tuple[datetime, str]:
+    """Sorts by date; runs of the same second are not mixed."""
+    return datetime.fromisoformat(entry.run["date"]), json.dumps(entry.run, sort_keys=True)
+
+
 def lines_of(header: Header, entries: Iterable[Entry]) -> bytes:
-    """A file of these entries, whose runs are not mixed."""
+    """A file of the newest of these entries, each run's below its line."""
     lines: list[dict] = [asdict(header)]
     run = None
     for entry in newest(header, entries):
@@ -132,11 +137,11 @@ def merge(paths: Iterable[Path], into: Path) -> None:
     replace(into, headers[first], entries)
 
 
-def require_same(path: Path, header: Header, other_path: Path, other: Header) -> None:
+def require_same(source: object, header: Header, other_source: object, other: Header) -> None:
     """BadResult unless these rows belong in one file."""
     if header != other:
         one, two = (f"{each.experiment!r} of {each.device}" for each in (header, other))
-        raise BadResult(f"{path} holds {one}, and {other_path} {two}: they cannot be in one file")
+        raise BadResult(f"{source} holds {one}, and {other_source} {two}: they cannot be in one file")
 
 
 def replace(path: Path, header: Header, entries: Iterable[Entry]) -> None:

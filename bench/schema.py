@@ -28,7 +28,8 @@ class Header:
     """The first line of a file."""
 
     schema: int
-    experiment: Literal["times", "captured", "first_call", "tensor_parallel", "commits"]
+    #: Which kind of rows follow, one of ``ROWS``.
+    experiment: str
     device: str
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.markdown import fill_tables, write_page
+from bench.markdown import write_page
+from bench.page_tables import fill_tables
 from bench.results import read_all
 from tests.bench.result_files import CONVOLUTION, TARGET, cell, first_call, red, rows, write
 
