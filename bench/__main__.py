@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from autotune_configs.command_line import program
+from autotune_configs.command_line import called_as
 from bench.results import BadResult
 
 #: Module by first argument; without one of these, the bench measures. A module is imported when its command runs: the
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     command = arguments[:1] if arguments and arguments[0] in _COMMANDS else []
     module = import_module(_COMMANDS[command[0]] if command else "bench.measure")
-    prog = program("bench", *command)
+    prog = " ".join([called_as("bench"), *command])
     try:
         return module.main(arguments[len(command) :], prog)
     except BadResult as error:

@@ -82,7 +82,7 @@ class Problem:
 
 
 def make_problem(cell: Cell, device: torch.device) -> Problem:
-    """The same values in every memory format."""
+    """Draw the data. The values are the same in every memory format."""
     random = Random(torch.Generator(device).manual_seed(0))
 
     def as_in_cell(tensor):

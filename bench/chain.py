@@ -14,7 +14,7 @@ PRECISIONS = ("highest", "high", "medium")
 
 #: A chain as a function of its tensors by name. Its other arguments are bound.
 Forward = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-#: What is timed; its result is dropped.
+#: A call that is timed. Its result is not used.
 Call = Callable[[], Any]
 
 

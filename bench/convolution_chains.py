@@ -13,8 +13,10 @@ from bench.chain import Chain, Shape
 
 @dataclass(frozen=True)
 class ConvolutionShape(Shape):
-    """Sizes of a transposed convolution at stride 1 without padding: input [batch, in_channels, height, width], weight
-    [in_channels, out_channels, kernel, kernel]."""
+    """Sizes of a transposed convolution at stride 1 without padding.
+
+    The input is [batch, in_channels, height, width], the weight [in_channels, out_channels, kernel, kernel].
+    """
 
     in_channels: int
     out_channels: int

@@ -1,4 +1,4 @@
-"""One chain's first forward call, in a process of its own, which prints one line of JSON.
+"""One chain's first forward call, in a process of its own. It prints one line of JSON.
 
 ``python -m bench.first_call_process CHAIN DTYPE SHAPE DEVICE``, with an empty folder in TRITON_CACHE_DIR. Neither
 ``ops`` nor triton is imported before the time is taken.

@@ -26,7 +26,7 @@ class LinearShape(Shape):
 class LinearChain(Chain):
     """A chain after ``linear(input, weight, linear_bias)``."""
 
-    bias_rank: int  # dimensions of the bias added beside linear_bias, over the channels; 0: the chain has none
+    bias_rank: int  # dimensions of the chain's second bias, 0 where it has none
     output_is_transposed: bool = False  # (1, C, B, 1) instead of (B, C)
 
     product: ClassVar[str] = "GEMM"
@@ -57,7 +57,7 @@ class LinearChain(Chain):
         input, weight = tensors["input"], tensors["weight"]
         if mode == "forward":
             return lambda: input @ weight.T
-        # Random, and [batch, out_features] whatever the chain's own output is.
+        # The values do not matter. The shape is the product's, which need not be the chain's output's.
         gradient = output_gradient.reshape(input.shape[0], weight.shape[0])
         return lambda: (input @ weight.T, gradient @ weight, gradient.T @ input)
 

@@ -17,7 +17,7 @@ from bench.text import number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Inches and dots: twice as many dots as the page has, 830 wide, so that a fine screen has sharp text.
+#: Inches, and dots an inch. A page shows the picture 830 pixels wide, so it has two dots a pixel, for sharp text.
 _WIDTH, _DPI = 8.3, 200
 _CHAINS = ("L94", "L75", "L30", "L19")
 _MODE_TITLES = {"forward": "Forward", "training": "Training step"}
@@ -25,7 +25,7 @@ _MODE_TITLES = {"forward": "Forward", "training": "Training step"}
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of the page around the picture, and of what is drawn (that colour-blind readers can tell apart)."""
+    """Colours of the page and of what is drawn. Colour-blind readers can tell them apart."""
 
     page: str
     text: str
@@ -47,7 +47,7 @@ class Picture:
 
     title: str
     caption: str
-    #: By place and series.
+    #: What is plotted, one tuple a cell.
     values: tuple[Any, ...]
     draw: Callable[["Picture", Theme], "Figure"]
 
@@ -153,7 +153,7 @@ def _draw_speedup(picture: Picture, theme: Theme):
 
 
 def _errors(results: DeviceResults) -> Picture | None:
-    """The output's error of the forward pass, and of a training step the tensor of the largest ratio to PyTorch's."""
+    """Of the forward pass, the output's errors. Of a training step, those whose ratio to PyTorch's is the largest."""
     values: list[tuple[Any, ...]] = []
     used = []
     for row in _contiguous(results.target):
@@ -231,7 +231,7 @@ def _draw_growth(picture: Picture, theme: Theme):
             panel.imshow(image, cmap=colours, vmin=-2, vmax=2, aspect="auto")
             for (batch, size), ratio in ratios.items():
                 at = GRID_FEATURES.index(size), GRID_BATCHES.index(batch)
-                colour = theme.text if abs(math.log2(ratio)) < 1.3 else theme.page  # what reads on the cell's colour
+                colour = theme.text if abs(math.log2(ratio)) < 1.3 else theme.page  # for contrast
                 panel.text(*at, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour)
             panel.set_title(f"{chain} {setting}")
             panel.set_xticks(range(len(GRID_FEATURES)), [f"{size // 1024}k" for size in GRID_FEATURES])

@@ -49,7 +49,7 @@ def test_measure(mode):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Stand for the cell's work: by name the output's value, or an error."""
+    """Replaces the calls: by name, the output's value or an error."""
     outputs = {}
 
     def make_call(name, cell, problem):
@@ -66,7 +66,7 @@ def calls(monkeypatch):
 
 
 def test_times(calls, monkeypatch):
-    """On a GPU: a ratio is of one round, since a device that warms slows for all. What is wrong is not timed."""
+    """On a GPU. Ratios are taken within a round. A call whose result is wrong is not timed."""
     calls.update({EAGER: 1.0, COMPILED: 1.0, CAPTURED: 2.0})
     times = {EAGER: [10.0, 20.0, 40.0], COMPILED: [11.0, 20.0, 36.0]}
 
@@ -92,13 +92,13 @@ ONE = ["captured", "--chains", "l94", "--dtypes", "float32", "--modes", "forward
 
 
 def calls_of(path):
-    """By name, what the file's row says of it."""
+    """What the file's only row says of each call."""
     (row,) = read_all([path])[0].captured
     return row.calls
 
 
 def test_run(calls, tmp_path, capsys):
-    """Without a GPU: what is right, and no table of times."""
+    """Without a GPU, results are compared, and there is no table of times."""
     calls.update({EAGER: 1.0, COMPILED: 1.0})
     path = tmp_path / "rows.jsonl"
     assert main([*ONE, "--output", str(path)]) == 0
@@ -117,7 +117,7 @@ def test_run(calls, tmp_path, capsys):
     ids=["another result", "an error"],
 )
 def test_failure_of_one(calls, compiled, failure, tmp_path, capsys):
-    """The exit status says it."""
+    """The exit status is 1."""
     calls.update({EAGER: 1.0, COMPILED: compiled})
     path = tmp_path / "rows.jsonl"
     assert main([*ONE, "--output", str(path)]) == 1

@@ -91,7 +91,7 @@ def test_linear_precision(precision, expected):
 
 
 def test_gradient_arrives_in_the_layout_of_the_output():
-    """A chain that answers channels_last with a contiguous output is handed a contiguous gradient, always the same."""
+    """A chain that returns a contiguous output gets a contiguous gradient, the same in every call."""
     arrived = []
 
     class Probe(torch.autograd.Function):

@@ -16,7 +16,7 @@ ONE_CELL = ["--chains", "l75", "--dtypes", "float32", "--precisions", "highest",
 
 
 def python(*arguments, check=True):
-    """Run it as a user without a GPU would."""
+    """Run Python as a user without a GPU does."""
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -78,7 +78,7 @@ COMMANDS = {
 
 
 def test_help():
-    """Each command's; no default says nothing."""
+    """No help text shows an empty default."""
     for command in ("", "captured", "first-call", "merge", "report", "tensor-parallel"):
         result = python("-m", "bench", *command.split(), "--help")
         assert result.stdout.startswith(f"usage: python -m bench {command}".rstrip()), result.stdout
@@ -93,7 +93,7 @@ def test_name_of_the_console_script():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_unwritable_output(command, tmp_path):
-    """Known before anything is measured. A folder is left alone."""
+    """It is refused before anything is measured. A folder is left alone."""
     (tmp_path / "file").touch()
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -113,7 +113,7 @@ def test_unwritable_turns(tmp_path):
 
 
 def test_small_run(tmp_path):
-    """Both modes of one chain: a table of errors, the same as rows, and no times."""
+    """Both modes of one chain: the errors as a table and as rows, and no times."""
     path = tmp_path / "new" / "results.jsonl"
     result = python("-m", "bench", *ONE_CELL, "--turns", tmp_path / "gpu0", "--output", path)
     assert "L75 float32 highest training 3x32x64" in result.stdout and "Errors against float64" in result.stdout
@@ -132,7 +132,7 @@ def test_small_run(tmp_path):
 
 
 def test_small_run_of_the_convolution(tmp_path):
-    """Both memory formats; the linear chains' options pass it by."""
+    """Both memory formats. The options of the Linear chains have no effect."""
     path = tmp_path / "results.jsonl"
     arguments = ["--chains", "l19", "--dtypes", "float32,bfloat16", "--precisions", "highest,high,medium"]
     arguments += ["--convolution-shapes", "2x8x16x4x5x3", "--output", path]
@@ -175,7 +175,7 @@ FAILING = WRONG.replace("1.01 *", "1 / 0 *")
     ids=["wrong", "failing"],
 )
 def test_red_check(program, reason, tmp_path):
-    """The exit status says it, and the row."""
+    """The exit status is 1, and the row is red."""
     path = tmp_path / "results.jsonl"
     result = python("-c", program, *ONE_CELL, "--modes", "forward", "--output", path, check=False)
     assert result.returncode == 1

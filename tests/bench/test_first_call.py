@@ -32,7 +32,7 @@ def python(*arguments, **environment):
 
 
 def test_process():
-    """The process itself, in the interpreter, where nothing is compiled: its line is what a row has."""
+    """The process itself, in the interpreter, where nothing is compiled. A row takes what it prints."""
     arguments = ("-m", "bench.first_call_process", "l75", "bfloat16", "8x64x64", "cpu")
     result = python(*arguments, TRITON_INTERPRET="1", TRITON_CACHE_DIR="/nonexistent")
     assert result.returncode == 0, result.stderr
@@ -50,7 +50,7 @@ def test_without_a_gpu(process, monkeypatch, capsys):
 
 
 def test_kernels_are_not_imported_ahead():
-    """So the import that is timed is the first."""
+    """The import that is timed must be the first."""
     program = "import sys, bench.first_call_process; print(*sys.modules)"
     modules = set(python("-c", program).stdout.split())
     assert "torch" in modules and not {"ops", "triton_kernels", "triton"} & modules
@@ -58,7 +58,7 @@ def test_kernels_are_not_imported_ahead():
 
 @pytest.fixture
 def process(monkeypatch):
-    """Stands for the process that is started; returns what it was started with."""
+    """Replaces the process that is started, and returns what it was started with."""
     started = []
 
     def answer(returncode=0, stdout="", stderr=""):
@@ -91,7 +91,7 @@ def test_an_empty_cache_for_each(process):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """One of the imagination."""
+    """Pretends that there is a GPU."""
     monkeypatch.setattr(first_call, "has_gpu", lambda: True)
     monkeypatch.setattr(first_call, "device_to_measure", lambda: torch.device("cuda"))
     monkeypatch.setattr(recording, "name_of", lambda device: "NVIDIA H200")
@@ -99,7 +99,7 @@ def gpu(monkeypatch):
 
 
 def test_failure(process, gpu, tmp_path, capsys):
-    """Exit status 1, the reason in a row, and the others are still measured."""
+    """The exit status is 1, the row has the reason, and the others are still measured."""
     started = process(returncode=1, stderr="Traceback:\n  in a file\nValueError: [no] such thing\n")
     path = tmp_path / "first.jsonl"
     assert main(["first-call", "--chains", "l94,l30", "--dtypes", "float32", "--output", str(path)]) == 1

@@ -1,4 +1,4 @@
-"""The bench's page, and its tables in other pages: what stands where."""
+"""The page of benchmarks, and the tables in other pages."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ LATER = {"date": "2026-01-02T03:30:00+00:00"}
 
 @pytest.fixture
 def read(tmp_path):
-    """Results of files of these rows, the later ones newer; ``others``: what their runs say beside that."""
+    """Results of files with these rows, each newer than the one before. ``others`` changes the runs after the first."""
 
     def of(*contents, experiment="times", others=()):
         paths = [write(tmp_path / "1", contents[0], experiment)]
@@ -27,7 +27,7 @@ def read(tmp_path):
 
 @pytest.fixture
 def page(read):
-    """The page of these rows, as sections by heading; of one device."""
+    """The page of these rows on one device, as sections by heading."""
 
     def of(*contents, drawn=(), **options):
         text = write_page(read(*contents, **options), Path("docs/pictures"), Path("docs/page.md"), drawn)
@@ -38,7 +38,7 @@ def page(read):
 
 @pytest.fixture
 def table(read):
-    """A table in another page: its lines as dicts, and the note below."""
+    """A table in another page: its rows by column, and the note below."""
 
     def of(name, *contents, **options):
         text = fill_tables(f"<!-- table: {name} -->\n<!-- /table -->", read(*contents, **options), Path("page.md"))
@@ -49,7 +49,7 @@ def table(read):
 
 
 def tables(section):
-    """Each a list of rows by the names of its columns; a name that comes twice is counted."""
+    """Each table as a list of rows by column. A column's name that comes again gets a number."""
     found, names = [], None
     for line in section.splitlines():
         values = [value.strip() for value in line.strip("|").split("|")] if line.startswith("|") else None
@@ -68,7 +68,7 @@ def tables(section):
 
 
 def with_peers(content, **by_peer):
-    """The rows with more fields of their peers: ``host_us={"ours": 3.0}``."""
+    """The rows with another field of their peers, as in ``host_us={"ours": 3.0}``."""
     for name, values in by_peer.items():
         content = [
             row
@@ -84,7 +84,7 @@ def with_peers(content, **by_peer):
 
 
 def test_nothing_is_left_out_in_silence(page):
-    """As of results that know neither host times nor a grid."""
+    """Sections without results say so."""
     sections = page(rows())
     for title in ("## Added memory", "## Growth", "## Host time", "## First call"):
         assert sections[title].strip() == "Not measured."
@@ -95,7 +95,7 @@ def test_nothing_is_left_out_in_silence(page):
 
 
 def test_times(page):
-    """Ours over each peer, and that one's own time; what was not run, failed or was red says so."""
+    """The ratio to each peer, and the peer's own time. Cells that are missing, failed or red are marked."""
     content = rows(ours_us=90.0, peers={"bare": 80.0, "eager": 200.0, "compile": 75.0})
     (failed,) = rows("L30", peers={"bare": 80.0}, modes=("forward",))
     failed["peers"]["compile"] = {"failure": "no"}
@@ -127,7 +127,7 @@ def test_a_table_a_product_and_shape(page):
 
 
 def test_which_run_where_they_differ(page):
-    """Numbers of runs, in tables of one state none; a list of them at the end."""
+    """Rows of different runs are numbered. The list of runs comes last."""
     contents = rows(), rows("L30"), rows("L75")
     sections = page(*contents, others=[{"commit": "b" * 40}, {"commit": "b" * 40}])
     (table,) = tables(sections["## Times"])
@@ -142,7 +142,7 @@ def test_which_run_where_they_differ(page):
 
 
 def test_errors(page):
-    """A column a tensor of any of the cells."""
+    """One column for each tensor that any row has."""
     content = rows(modes=("forward",)) + rows(
         modes=("training",), errors={"output": [1e-3, 2e-3], "d_input": [3.14e-7, 0.1]}
     )
@@ -160,7 +160,7 @@ def test_memory(page):
 
 
 def test_growth(page):
-    """Batches down, features across, geometric means, and the worst cell; bold where ours is slower."""
+    """Batches down, features across, with geometric means and the worst cell. Bold where ours is slower."""
     ratios = {(1, 1024): 2.0, (1, 2048): 0.5, (16, 1024): 0.25, (4096, 16384): 1.0}
     content = [
         row
@@ -201,7 +201,7 @@ def test_growth(page):
 
 
 def test_host_time(page):
-    """At the listed shapes and at a batch of 16, beside eager's."""
+    """At the listed shapes and at a batch of 16, with the ratio to eager PyTorch's."""
     content = with_peers(
         [row for shape in (TARGET, "16x1024x1024", "64x1024x1024") for row in rows(shape=shape, modes=("forward",))],
         host_us={"ours": 30.0, "eager": 40.0},
@@ -239,7 +239,7 @@ def test_first_call(page):
 
 
 def test_pictures(page):
-    """Those that were drawn, from where the page lies, in both themes."""
+    """Links to the pictures that exist, relative to the page, in both themes."""
     names = [
         f"{name}.nvidia_h200.{theme}.png" for name in ("speedup", "growth_training") for theme in ("light", "dark")
     ]
@@ -251,7 +251,7 @@ def test_pictures(page):
 
 
 def test_table_of_times(table):
-    """The main cells, both modes in a line; the faster of the compilers; what was not measured in both is left out."""
+    """The main cells with both modes, and the faster compiler. A cell without one of the modes is left out."""
     peers = {"compile": 120.0, "compile-max": 110.0, "eager": 200.0}
     content = rows(peers=peers) + rows("L30", peers=peers, modes=("forward",)) + rows(dtype="float16")
     content += rows("L94", dtype="float32", precision="highest", peers={"compile": 300.0})
@@ -269,7 +269,7 @@ def test_table_of_times(table):
 
 
 def test_table_of_errors(table):
-    """A line a setting: how many pairs, their mean, the largest ratio and where it is from; exact results aside."""
+    """One line a setting: how many pairs, their mean, the largest ratio and its cell. Exact results do not count."""
     errors = {"output": [1e-3, 2e-3], "d_weight": [4e-3, 2e-3], "d_bias": [0.0, 1e-3], "d_input": [None, 1.0]}
     content = rows(errors=errors, modes=("training",)) + rows("L30", dtype="float16", errors={})
     lines, note = table("errors", content)
@@ -303,7 +303,7 @@ def test_table_of_shards(table):
 
 
 def test_table_of_other_sizes(table):
-    """Neither the target's nor the grid's."""
+    """All but the target sizes and the grid."""
     lines, _ = table("other_sizes", rows() + rows(shape="16x1024x1024") + rows(shape="512x5120x5120"))
     assert [(line["shape"], line["mode"]) for line in lines] == [
         ("512x5120x5120", mode) for mode in ("forward", "training")
@@ -330,7 +330,7 @@ def test_table_of_commits(table):
 
 
 def test_a_table_a_device(tmp_path):
-    """Those that have measured something; where none has, the page says so."""
+    """Devices without such results are left out. Where no device has any, the page says so."""
     paths = [write(tmp_path / name, rows(), device=name) for name in ("NVIDIA B200", "NVIDIA H200")]
     devices = read_all([*paths, write(tmp_path / "CPU", [first_call()], "first_call", device="CPU")])
     text = "A <!-- table: errors -->x<!-- /table --> B <!-- table: captured -->\n<!-- /table --> C"

@@ -1,4 +1,4 @@
-"""Which cells the bench's options stand for."""
+"""Which cells the options select."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from bench.linear_chains import LinearShape
 
 @pytest.fixture
 def cells(monkeypatch):
-    """The cells of a run with these arguments, which is not made."""
+    """The cells that these arguments select. Nothing is run."""
 
     def of(*arguments):
         seen = []

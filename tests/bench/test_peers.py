@@ -1,4 +1,4 @@
-"""What the bench makes of its peers: the memory of a training step."""
+"""The memory of a training step."""
 
 import torch
 
@@ -6,7 +6,7 @@ from bench.peers import measure_memory
 
 
 def test_memory(monkeypatch):
-    """Beyond what was there before, without the results, each storage counted once."""
+    """The peak minus what was allocated before and the results. Each storage counts once."""
     peak = iter([5000])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)

@@ -32,7 +32,7 @@ def results(tmp_path):
 
 @pytest.fixture
 def picture(results):
-    """A picture of these rows by name, and its panels."""
+    """The picture of this name, drawn from these rows, and its panels."""
 
     def of(name, rows):
         found = pictures_of(results(rows))[f"{name}.nvidia_h200"]
@@ -52,7 +52,7 @@ def bars(panel, labelled):
 
 
 def test_speedup(picture):
-    """Over the faster compiler and eager PyTorch: a panel a mode, images contiguous; the title has the range."""
+    """A panel a mode, over the faster compiler and eager PyTorch, contiguous images alone. The title has the range."""
     shown, (forward, training) = picture("speedup", LINEAR + L19 + rows(dtype="float16", ours_us=1.0))
     expected = {("L94", "over torch.compile"): 1.1, ("L94", "over eager PyTorch"): 2.3}
     expected |= {("L19", "over torch.compile"): 2.0, ("L19", "over eager PyTorch"): 3.2}
@@ -91,13 +91,13 @@ def grid(ratio=0.5, **others):
 
 
 def numbers(panel):
-    """By batch and features."""
+    """The numbers in a panel's cells, by batch and features."""
     places = ((text.get_text(), *text.get_position()) for text in panel.texts)
     return {(GRID_BATCHES[round(y)], GRID_FEATURES[round(x)]): number for number, x, y in places}
 
 
 def test_growth(picture):
-    """A panel a chain and dtype, a number a size that was measured; the target's belongs to it."""
+    """A panel a chain and dtype, a number a size that was measured. The target size is one of them."""
     content = grid() + grid(1.0, dtype="float32", precision="high") + rows("L30", "1x2048x2048") + LINEAR
     shown, panels = picture("growth_training", content)
     titles = [panel.get_title() for panel in panels]
@@ -129,7 +129,7 @@ def points(panel, labelled):
 
 
 def test_errors(picture):
-    """The output's in the forward pass; in training, the tensor whose error is the most beside PyTorch's."""
+    """The output's in the forward pass. In training, those with the largest ratio to PyTorch's."""
     errors = {"output": [1e-3, 2e-3], "d_weight": [3e-4, 4e-4], "d_bias": [0.0, 1.0]}
     content = rows(modes=("forward",)) + rows(modes=("training",), errors=errors) + grid()
     shown, (forward, training) = picture("errors", content)
@@ -148,7 +148,7 @@ def test_what_was_not_measured_is_not_drawn(results):
 
 
 def test_errors_that_have_no_place(results):
-    """None and zero, on a log scale."""
+    """None and zero cannot be drawn on a log scale."""
     assert not pictures_of(results([cell(errors={"output": [None, 0.0], "d_bias": [0.0, 1.0]}, red=True)]))
     content = [cell("L30", errors={"output": [None, 0.0]}, red=True)]
     assert len(draw_all(results(LINEAR + content))) == 4
@@ -156,7 +156,7 @@ def test_errors_that_have_no_place(results):
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_themes(theme, results, tmp_path):
-    """The page's colours."""
+    """The background is the page's."""
     path = tmp_path / "picture.png"
     path.write_bytes(draw_all(results(LINEAR))[f"speedup.nvidia_h200.{theme}.png"])
     image = pyplot.imread(path)
@@ -165,7 +165,7 @@ def test_themes(theme, results, tmp_path):
 
 
 def test_files(results):
-    """The same bytes every time, and no figure is left open."""
+    """They have the same bytes every time, and no figure stays open."""
     first, second = (draw_all(results(LINEAR + grid())) for _ in range(2))
     assert first == second and len(first) == 8
     assert all(picture.startswith(b"\x89PNG") for picture in first.values())
@@ -173,7 +173,7 @@ def test_files(results):
 
 
 def test_what_is_current(results, tmp_path):
-    """A file that shows these figures, whatever drew it."""
+    """A file is current if it shows these results."""
     shown = results(LINEAR + grid())
     for name, content in draw_all(shown).items():
         (tmp_path / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The rows of a run: kept as they come, in a file that may have others already."""
+"""The rows of a run, kept in a file as they come."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def chains(path):
 
 
 def test_rows_are_kept_as_they_come(record, capsys):
-    """So that an interruption loses nothing; the tables come all the same."""
+    """An interruption loses nothing, and the tables are still shown."""
     with pytest.raises(KeyboardInterrupt), record() as found:
         assert record.path.exists()
         found.add(TimesRow(**cell("L94")))
@@ -104,7 +104,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_interruption(tmp_path):
-    """Quiet, with a shell's exit status, and what was measured is kept. Neither msgspec nor matplotlib is needed."""
+    """It ends quietly with exit status 130 and keeps what was measured. Neither msgspec nor matplotlib is needed."""
     path = tmp_path / "rows.jsonl"
     command = [sys.executable, "-c", INTERRUPTED, "--chains", "l75", "--dtypes", "bfloat16", "--output", path]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

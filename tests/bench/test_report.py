@@ -21,7 +21,7 @@ ROWS = rows(peers={"bare": 80.0, "compile": 120.0, "eager": 200.0})
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """In a folder of its own, as someone without the repository."""
+    """Runs in an empty folder, as from an installed package."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "_RESULTS", tmp_path / "site-packages" / "bench" / "results")
     monkeypatch.setattr(command, "_ROOT", tmp_path / "site-packages")
@@ -55,7 +55,7 @@ def files(folder):
 
 
 def test_current_folder(tmp_path, capsys):
-    """All of its results; nothing is written anywhere else."""
+    """It takes all results there, and writes nothing anywhere else."""
     write(tmp_path / "b.jsonl", rows("L30"))
     write(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "notes.txt").write_text("no result")
@@ -82,7 +82,7 @@ def test_chosen_results_alone(tmp_path):
 
 
 def test_repository(repository, tmp_path, capsys):
-    """Its own results, into its own pages."""
+    """It takes the repository's results, and fills the repository's pages."""
     assert report() == 0
     readme = (repository / "README.md").read_text(encoding="utf-8")
     assert readme.startswith("A\n<!-- table: times -->\n\n| chain |") and readme.endswith("\n\n<!-- /table -->\nB\n")
@@ -115,7 +115,7 @@ def test_check(repository, capsys):
 
 
 def test_check_sees_one_change(repository, capsys):
-    """Of a figure that one picture shows, wherever it was drawn; of a line in a page."""
+    """A changed error makes one picture stale, and an empty table its page."""
     assert report() == 0
     changed = [row | {"errors": {"output": [1e-3, 3e-3]}} for row in ROWS]
     write(repository / "bench" / "results" / "target_sizes.nvidia_h200.jsonl", changed)
@@ -144,7 +144,7 @@ def refused(capsys, *arguments):
     ],
 )
 def test_page_with_a_wrong_place(page, message, repository, capsys):
-    """Nothing is written then."""
+    """One line names the page, and nothing is written."""
     path = repository / "docs" / "other.md"
     path.write_text(page)
     before = files(repository)
@@ -153,7 +153,7 @@ def test_page_with_a_wrong_place(page, message, repository, capsys):
 
 
 def test_damaged_result(tmp_path, capsys):
-    """Nothing of the old report is touched, nor anything of a new one written."""
+    """The old report stays as it was."""
     path = write(tmp_path / "a.jsonl", ROWS)
     assert report() == 0
     capsys.readouterr()
@@ -188,7 +188,7 @@ def test_bad_option(capsys):
 
 
 def test_files_are_replaced(tmp_path, monkeypatch):
-    """Each by one that is whole, under its name."""
+    """Each file is replaced in one step."""
     replaced = {}
     replace = os.replace
 
@@ -203,7 +203,7 @@ def test_files_are_replaced(tmp_path, monkeypatch):
 
 
 def test_csv(tmp_path):
-    """One line a peer, one header, numbers as they are; what a row lacks is empty. Nothing else is written."""
+    """One header, and one line a peer or call. What a row lacks is empty. Nothing else is written."""
     write(tmp_path / "a.jsonl", rows(modes=("forward",)))
     write(tmp_path / "b.jsonl", [first_call(kernels_not_run=["b"])], "first_call")
     calls = {"eager": {"us": 9.5, "host_us": 7.0}, "compile": {"failure": "no"}}
@@ -246,7 +246,7 @@ def test_module(tmp_path):
 
 
 def test_committed_pages_are_those_of_the_committed_results():
-    """Where they are not: python -m bench report."""
+    """If this fails, run python -m bench report."""
     command = [sys.executable, "-m", "bench", "report", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""Results files: which are the bench's, which of several rows is taken, and what is written."""
+"""Results files: what is written, what is refused, and which of several rows counts."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def times(*paths):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_committed_results(path):
-    """As the bench itself writes them, every field known; named by what was measured, and on what."""
+    """They are what the bench would write, every field is known, and names say what was measured and on what."""
     kept, entries = read(path)
     assert path.read_bytes() == lines_of(kept, entries)
     (results,) = read_all([path])
@@ -53,7 +53,7 @@ def test_typed_rows(tmp_path):
 
 
 def test_newest_of_a_cell(tmp_path):
-    """Whatever the order of the files, peers and all."""
+    """The newest run's row counts, whole, in any order of the files."""
     old = write(tmp_path / "new_name.jsonl", rows(peers={"bare": 80.0, "compile": 90.0}))
     new = write(tmp_path / "a.jsonl", rows(ours_us=70.0, modes=("forward",)), commit="b" * 40, **LATER)
     for paths in ((old, new), (new, old)):
@@ -63,7 +63,7 @@ def test_newest_of_a_cell(tmp_path):
 
 
 def test_newest_across_time_zones():
-    """As points in time, not as texts."""
+    """Dates are compared as points in time, not as texts."""
     dates = ["2026-01-02T03:30:00+00:00", "2026-01-02T04:00:00+02:00"]
     entries = [Entry({"date": date}, cell(rounds=index), "") for index, date in enumerate(dates)]
     assert [entry.row["rounds"] for entry in newest(HEADER, entries)] == [0]
@@ -99,7 +99,7 @@ def test_order(tmp_path):
 
 
 def test_grid(tmp_path):
-    """The target's shape belongs to both; nothing grows where there is nothing but that, nor at any other shape."""
+    """The target shape is listed, and belongs to the grid where the grid was measured. Other shapes are only listed."""
     content = rows() + rows(shape="16x2048x2048") + rows(shape="16x2048x1024") + rows("L30")
     (results,) = read_all([write(tmp_path / "a", content)])
 
@@ -113,7 +113,7 @@ def test_grid(tmp_path):
 
 
 def test_plain():
-    """Short lines: nothing that is as by default, six digits, and None where JSON has no number."""
+    """Defaults are left out, numbers have six digits, and NaN is None."""
     row = TimesRow(**cell(), errors={"output": (math.nan, 1.23456789e-7)}, peers={"ours": PeerTimes(us=1234567.8)})
     assert plain(row) == cell(errors={"output": [None, 1.23457e-7]}, peers={"ours": {"us": 1234570.0}})
     assert plain(FirstCallRow(**cell(), kernels_not_run=[]))["kernels_not_run"] == []  # known to be none
@@ -185,13 +185,13 @@ def test_unreadable(tmp_path):
 
 
 def test_nan(tmp_path):
-    """The error of a red cell may be none."""
+    """A red row's error may be None."""
     (row,) = times(write(tmp_path / "a", [cell(red=True, errors={"output": [None, 1.0]})]))
     assert row.red and row.errors == {"output": (None, 1.0)}
 
 
 def test_merge(tmp_path):
-    """Rows of the same run stand together, newer ones replace those of the file, and the rest is kept."""
+    """Rows of a run stay together, newer rows replace older ones, and other rows are kept."""
     into = write(tmp_path / "all.jsonl", rows("L30", modes=("forward",)) + rows(modes=("forward",)))
     one = write(tmp_path / "1", rows(ours_us=70.0, modes=("forward",)), **LATER)
     two = write(tmp_path / "2", rows("L75", modes=("forward",)), **LATER)

@@ -19,7 +19,7 @@ TIMES = {"ours": [8e3, 9e3, 1e4], "bare": [5e3, 5e3, 5e3], "eager": [1.6e4, 1.8e
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """What each clock was asked to time; the host's answers 5 microseconds for all. ``compile`` fails."""
+    """Replaces the clocks, and keeps what they were asked to time. A peer that is named in it fails."""
     asked = []
 
     def time_rounds(calls, rounds, device):
@@ -50,7 +50,7 @@ def found(cell):
 
 
 def test_times(clocks):
-    """Medians, of times and of each round's ratios; the host's time of each peer, after its rounds."""
+    """Medians of times and of each round's ratios. The host's times are taken after the rounds."""
     assert found(FORWARD) == {
         "rounds": 3,
         "peers": {
@@ -64,7 +64,7 @@ def test_times(clocks):
 
 
 def test_memory_of_a_training_step(clocks):
-    """The bare products are no step."""
+    """The bare products have none."""
     memory = {peer: times.added_mb for peer, times in found(TRAINING)["peers"].items()}
     assert memory == {"ours": 2.0, "bare": None, "eager": 2.0, "compile": 2.0}
 
@@ -77,7 +77,7 @@ def test_peer_that_fails(clocks):
 
 
 def test_ours_that_fails(clocks):
-    """Red, and nothing is timed."""
+    """The row is red, and nothing is timed."""
     clocks.append("ours")
     assert found(FORWARD) == {"red": True, "peers": {"ours": PeerTimes(failure="RuntimeError: no compiler")}}
     assert clocks == ["ours"]
@@ -85,7 +85,7 @@ def test_ours_that_fails(clocks):
 
 @pytest.fixture
 def checked(monkeypatch, clocks):
-    """A check with this error of ours."""
+    """The row of a cell whose check finds this error of ours."""
 
     def of(ours, device=CUDA):
         comparisons = [Comparison("output", 1e-4, 2e-4), Comparison("d_weight", ours, 1e-4)]
@@ -113,7 +113,7 @@ def test_nothing_is_timed_without_a_gpu(checked, clocks):
 
 
 def test_the_lock_is_held_to_check_and_time(checked, clocks, monkeypatch, tmp_path):
-    """And not to compile."""
+    """The lock is free while calls are compiled."""
     held = []
 
     class Turn(contextlib.AbstractContextManager):

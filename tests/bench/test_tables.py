@@ -48,13 +48,13 @@ def test_times_of_a_red_cell():
 
 
 def test_errors():
-    """The output's, and those of the tensor that uses most of its allowance."""
+    """The output's errors, and those of the tensor that uses most of its allowance."""
     assert values_of(tables.error_table([ROW])) == [*("1.00e-04", "2.00e-04"), *("1.00e-04",) * 2, "d_weight", "96%"]
     assert values_of(tables.error_table([RED]))[2:] == ["nan", "1.00e-04", "d_bias", "–"]
 
 
 def test_failures():
-    """As they are: a bracket is no markup."""
+    """A bracket in an error is not taken for markup."""
     console = Console(width=240, file=io.StringIO())
     console.print(*tables.failures([ROW]))
     assert console.file.getvalue() == f"{NAME}, compile-max: [no] compiler\n"

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_run(tmp_path):
-    """Two processes, without a GPU: checked, and what is sent counted."""
+    """Two processes without a GPU check their results and count what is sent."""
     path = tmp_path / "rows.jsonl"
     arguments = ["--chains", "l94,l75,l30", "--modes", "training", "--output", str(path)]
     result = subprocess.run(
@@ -75,7 +75,7 @@ def test_placement_of_the_input():
 
 
 def test_times():
-    """A round lasts until its slowest rank is done, and a ratio is of one round."""
+    """A round takes as long as its slowest rank. Ratios are taken within a round."""
     first = {ALONE: [10.0, 20.0, 30.0], ON_SHARDS: [5.0, 5.0, 20.0]}
     second = {ALONE: [12.0, 18.0, 30.0], ON_SHARDS: [4.0, 10.0, 10.0]}
     rounds = tensor_parallel.slowest([first, second])
@@ -108,7 +108,7 @@ def test_cannot_divide():
 
 
 def spawn_of(rows, error=None):
-    """Stands for the processes, which write these rows of the cells they are given, and end or are interrupted."""
+    """Replaces the processes. They write these rows for the cells they are given, then end or are interrupted."""
 
     def spawn(function, arguments, nprocs):
         options, folder = arguments
@@ -146,7 +146,7 @@ def test_red(capsys):
 
 
 def test_table(capsys):
-    """As of GPUs."""
+    """With the times of GPUs."""
     times = {"us": 116.0, "alone_us": 191.0, "speedup": 1.64, "in_a_row_us": 332.0, "alone_in_a_row_us": 192.0}
     row = {"rounds": 30, "collectives": {"all_reduce": Traffic(5, 134_000_000), "all_gather": Traffic(1, 4)}, **times}
     arguments = ["--chains", "l94", "--modes", "forward", "--divided", "batch"]
