@@ -119,8 +119,7 @@ def _over(row: TimesRow, peers: tuple[str, ...]) -> float | None:
 
 
 def _span(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
 
 
 def _rounded(value: float | None) -> float | None:
@@ -197,7 +196,7 @@ def _draw_errors(picture: Picture, theme: Theme):
     panels[0, 0].invert_yaxis()
     errors = [error for value in picture.values for error in value[3:]]
     panels[0, 0].set_xlim(min(errors) / 3, max(errors) * 60)  # room for the tensors' names
-    panels[0, 0].legend(loc="lower left", frameon=False)
+    panels[0, 0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
     return figure
 
 
@@ -263,7 +262,7 @@ def _png(picture: Picture, theme: Theme) -> bytes:
     style |= {"font.size": 9.5, "axes.titlesize": 10.5}
     with matplotlib.rc_context(style):
         figure = picture.draw(picture, theme)
-        figure.suptitle(picture.title, fontsize=11.5, fontweight="bold")
+        figure.suptitle(picture.title, fontsize=11, fontweight="bold")
         figure.supxlabel(picture.caption, fontsize=8.5)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": None, "Data": picture.digest})

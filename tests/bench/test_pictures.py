@@ -57,7 +57,7 @@ def test_speedup(picture):
     expected = {("L94", "over torch.compile"): 1.1, ("L94", "over eager PyTorch"): 2.3}
     expected |= {("L19", "over torch.compile"): 2.0, ("L19", "over eager PyTorch"): 3.2}
     assert bars(forward, forward) == bars(training, forward) == expected
-    assert shown.title == "1.1 to 2.0 times as fast as torch.compile, 2.3 to 3.2 times as fast as eager PyTorch"
+    assert shown.title == "1.10 to 2.00 times as fast as torch.compile, 2.30 to 3.20 times as fast as eager PyTorch"
     assert shown.caption.splitlines() == [
         f"bfloat16, L94 at {TARGET}; L19 at {CONVOLUTION}",
         "NVIDIA H200, driver 580, torch 2.11, triton 3.6",
@@ -70,7 +70,7 @@ def test_speedup_is_that_of_each_mode(picture):
     shown, (forward, training) = picture("speedup", content)
     assert bars(forward, forward)["L94", "over torch.compile"] == 1.5
     assert bars(training, forward)["L94", "over torch.compile"] == 0.5
-    assert shown.title.startswith("0.5 to 1.5 times as fast as torch.compile")
+    assert shown.title.startswith("0.50 to 1.50 times as fast as torch.compile")
 
 
 def grid(ratio=0.5, **others):
