@@ -3,12 +3,16 @@
 import sys
 from importlib import import_module
 
-#: Module by first argument; without one of these, the bench measures. Imported when they are run: a report needs
-#: neither torch nor the kernels.
+from autotune_configs.command_line import called_as
+from bench.results import BadResult
+
+#: Module by first argument; without one of these, the bench measures. A module is imported when its command runs: the
+#: report needs neither torch nor the kernels.
 _COMMANDS = {
     "captured": "bench.captured",
-    "report": "bench.report",
     "first-call": "bench.first_call",
+    "merge": "bench.merge",
+    "report": "bench.report",
     "tensor-parallel": "bench.tensor_parallel",
 }
 
@@ -16,9 +20,16 @@ _COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in _COMMANDS:
-        return import_module(_COMMANDS[arguments[0]]).main(arguments[1:])
-    return import_module("bench.measure").main(arguments)
+    command = arguments[:1] if arguments and arguments[0] in _COMMANDS else []
+    module = import_module(_COMMANDS[command[0]] if command else "bench.measure")
+    prog = " ".join([called_as("bench"), *command])
+    try:
+        return module.main(arguments[len(command) :], prog)
+    except BadResult as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130  # as a shell has it; what was measured is kept
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured: the cells of the table (one chain at one dtype, precision, mode, shape and memory format)."""
+"""What is measured: cells, each one chain at one dtype, precision, mode, shape and memory format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ import torch
 from bench.chain import Chain, Forward, Random, Shape
 from bench.convolution_chains import L19
 from bench.linear_chains import L30, L75, L94
+from bench.schema import Row
 from bench.sizes import SMALL, TARGET
 
 CHAINS = {"l94": L94, "l75": L75, "l30": L30, "l19": L19}
 DTYPES = ("bfloat16", "float16", "float32")
-MODES = ("forward", "training")
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 #: One call of a cell's work: returns the output and, in training, the gradient of every tensor.
@@ -21,8 +21,11 @@ Step = Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the table. ``precision`` is the product's float32 precision, None for other dtypes;
-    ``memory_format`` is that of every image-like tensor, None for a chain that has none."""
+    """One cell.
+
+    ``precision`` is the product's float32 precision, None for other dtypes. ``memory_format`` is that of every
+    image-like tensor, None for a chain that has none.
+    """
 
     chain: Chain
     dtype: str
@@ -32,30 +35,24 @@ class Cell:
     memory_format: str | None = None
 
     def __str__(self) -> str:
-        parts = (self.chain.label, self.dtype, self.precision, self.mode, self.shape, self.memory_format)
-        return " ".join(str(part) for part in parts if part)
+        return str(Row(**self.identity))
 
     @property
-    def row(self) -> dict:
+    def identity(self) -> dict:
         """What a row of results says of its cell."""
         return {
             "chain": self.chain.label,
+            "product": self.chain.product,
+            "shape": str(self.shape),
             "dtype": self.dtype,
             "precision": self.precision,
-            "mode": self.mode,
-            "shape": str(self.shape),
             "memory_format": self.memory_format,
-            "product": self.chain.product,
+            "mode": self.mode,
         }
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
-
-    @property
-    def operations(self) -> int:
-        """Floating-point operations of the products: one for the forward pass, three for a training step."""
-        return (3 if self.mode == "training" else 1) * self.shape.operations
 
 
 def make_cells(chains: Sequence[str], dtypes: Sequence[str], modes: Sequence[str], on_gpu: bool) -> list[Cell]:
@@ -85,7 +82,7 @@ class Problem:
 
 
 def make_problem(cell: Cell, device: torch.device) -> Problem:
-    """The same values in every memory format."""
+    """Draw the data. The values are the same in every memory format."""
     random = Random(torch.Generator(device).manual_seed(0))
 
     def as_in_cell(tensor):
@@ -101,9 +98,9 @@ def make_problem(cell: Cell, device: torch.device) -> Problem:
 def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Step:
     """The forward pass without gradients, or the forward and the backward pass with the gradient of every tensor.
 
-    The gradient at the output comes in the output's own layout, made in the first call, as autograd would hand it on in
-    a model: a forward pass may answer a channels_last input with an output that is not, and is not to be charged for a
-    gradient in another layout as well.
+    The gradient at the output has the output's own layout, as autograd would hand it on in a model. It is laid out in
+    the first call. Some forward passes answer a channels_last input with a contiguous output; a gradient in another
+    layout would cost them a copy.
     """
     if mode == "forward":
 

@@ -1,4 +1,4 @@
-"""What every chain has in common, whatever product it begins with: its shape, its function, and how it is bound."""
+"""What all chains have in common: a shape, a function, and how its arguments are bound."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,15 +12,15 @@ import torch
 
 PRECISIONS = ("highest", "high", "medium")
 
-#: A chain as a function of its tensors alone, by name; what is no tensor is bound.
+#: A chain as a function of its tensors by name. Its other arguments are bound.
 Forward = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-#: What is timed; its result is dropped.
+#: A call that is timed. Its result is not used.
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Shape(ABC):
-    """Sizes of the product that a chain begins with, in the order in which they are written: 1024x8192x8192."""
+    """Sizes of the product that a chain begins with, in the order in which they are written, as in 1024x8192x8192."""
 
     batch: int
 
@@ -28,11 +28,6 @@ class Shape(ABC):
     @abstractmethod
     def channels(self) -> int:
         """What the norm's groups divide."""
-
-    @property
-    @abstractmethod
-    def operations(self) -> int:
-        """Floating-point operations of one product: the forward pass has one, a training step three of this size."""
 
     def __str__(self) -> str:
         return "x".join(map(str, astuple(self)))
@@ -71,7 +66,7 @@ class Chain(ABC):
 
     @property
     def sample_dimension(self) -> int:
-        """The output's dimension over the samples of the batch."""
+        """Which dimension of the output is the batch."""
         return 0
 
     @abstractmethod
@@ -79,13 +74,14 @@ class Chain(ABC):
 
     @abstractmethod
     def draw_tensors(self, shape: Shape, random: Random) -> dict[str, torch.Tensor]:
-        """The tensors by argument name, the input first, as a fresh model has them (the layer's initial draws), but
-        with a norm weight and bias that are not 1 and 0."""
+        """The tensors by argument name, the input first.
+
+        They are drawn as a fresh model's, but the norm's weight and bias are not 1 and 0.
+        """
 
     @abstractmethod
-    def library_call(self, mode: str, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Call:
-        """The library's products alone: one for the forward pass, with the input's and the weight's gradient for
-        training."""
+    def bare_call(self, mode: str, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Call:
+        """The product alone, by cuBLAS or cuDNN: for training with the input's and the weight's gradient, two more."""
 
     @abstractmethod
     def float32_precision(self, precision: str | None) -> AbstractContextManager:

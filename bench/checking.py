@@ -1,8 +1,10 @@
-"""Is a result right: its error against float64, held against the error of PyTorch's own result."""
+"""Whether a result is right: its error against float64, compared with the error of PyTorch's own result."""
 
 import math
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -10,17 +12,17 @@ from torch.nn import functional as F
 from bench.cells import Cell, Problem, make_step
 from bench.chain import Forward
 
-#: Ours may be this many times as wrong as PyTorch ...
+#: Our error may be this many times PyTorch's ...
 ALLOWANCE = 1.1
-#: ... plus one unit in float32's last place: a result that is right to float32 is right whatever PyTorch's error is.
+#: ... plus one unit in float32's last place. A result that is exact to float32 is right whatever PyTorch's error is.
 FLOOR = torch.finfo(torch.float32).eps
 
-#: Float64 takes so many samples at a time that the output has about as many elements as this, 8 bytes each.
+#: Float64 takes as many samples at a time as give the output about this many elements, of 8 bytes each.
 _ELEMENTS_AT_ONCE = 2**25
 
-#: How near a jump an element may come, relative to the value there, before rounding decides on which side it lands:
-#: two units in the last place of the values on the way (bfloat16 and TF32 products: of their operands). For float32
-#: products 128 units, over five standard deviations of a sum of 8192 products (relative error 1.6e-6).
+#: How near a jump an element may come, relative to the value there, before rounding decides on which side it lands. Two
+#: units in the last place of the intermediate values (of bfloat16 and TF32 products: of their operands). For float32
+#: products 128 units, over five standard deviations of a sum of 8192 products, whose relative error is 1.6e-6.
 _MARGINS = {
     ("bfloat16", None): 2 * torch.finfo(torch.bfloat16).eps,
     ("float16", None): 2 * torch.finfo(torch.float16).eps,
@@ -66,22 +68,28 @@ class Check:
 
     @property
     def worst(self) -> Comparison:
-        return max(self.comparisons, key=lambda comparison: (comparison.is_red, comparison.allowance_used))
+        return worst_of({each.tensor: (each.ours, each.torch) for each in self.comparisons})
 
     @property
     def is_red(self) -> bool:
         return self.worst.is_red
 
 
+def worst_of(errors: Mapping[str, Any]) -> Comparison:
+    """The tensor that uses most of its allowance, of errors by tensor, ours and PyTorch's."""
+    comparisons = (Comparison(tensor, *pair) for tensor, pair in errors.items())
+    return max(comparisons, key=lambda comparison: (comparison.is_red, comparison.allowance_used))
+
+
 def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Check:
     """Compare ``ours`` and ``reference`` at the cell's dtype with ``reference`` in float64.
 
-    A jump (hardtanh's bounds, which index is a row's minimum) can be taken either way where rounding decides it, and
-    one such flip outweighs every other error. So the gradient at the output is zero where one would count: what is
-    compared is the derivative away from the jumps, in full.
+    The gradient jumps at hardtanh's bounds and where another element becomes a row's minimum. Near a jump, rounding
+    decides on which side an element lands, and one such flip outweighs every other error. So the gradient at the output
+    is zero wherever it would reach an element near a jump. What is compared is the derivative away from the jumps.
 
-    No chain mixes samples, so float64 takes some of them at a time: it compares their part of the output and of the
-    input's gradient, and adds up the gradients of the other tensors, which are sums over the samples.
+    No chain mixes samples, so float64 takes some of them at a time. Their part of the output and of the input's
+    gradient is compared at once. The gradients of the other tensors are sums over the samples, and added up first.
     """
     output_gradient, away = problem.output_gradient, None
     if cell.mode == "training":
@@ -121,7 +129,7 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
 
 
 class _Error:
-    """norm(result - exact) / norm(exact), from as many parts as come."""
+    """norm(result - exact) / norm(exact), added up over parts."""
 
     def __init__(self):
         self._difference = self._size = 0.0
@@ -142,7 +150,7 @@ def _along(dimension: int, samples: slice, tensor: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def _cudnn_disabled():
-    """Convolutions are then PyTorch's own, matrix products of float64: no code in common with what they judge."""
+    """Convolutions then run in PyTorch's own code, as matrix products in float64, independent of what they judge."""
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
@@ -152,7 +160,7 @@ def _cudnn_disabled():
 
 
 def _stop_at_jumps(cell: Cell, problem: Problem) -> tuple[torch.Tensor, float]:
-    """The output's gradient with zeros where it would reach a jump, and the share that is left."""
+    """The output's gradient with zeros where it would reach a jump, and the share of elements that is left."""
     if cell.chain.label not in _AWAY_FROM_JUMPS:
         return problem.output_gradient, 1.0
     exact = {name: tensor.double() for name, tensor in problem.tensors.items()}
@@ -161,7 +169,7 @@ def _stop_at_jumps(cell: Cell, problem: Problem) -> tuple[torch.Tensor, float]:
 
 
 def _groups_off_bounds(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The norm after the hardtanh spreads an element's gradient over its group: the whole group must be clear."""
+    """Whole groups, because the norm after the hardtanh spreads an element's gradient over its group."""
     values = F.linear(tensors["input"], tensors["weight"], tensors["linear_bias"]) + tensors["bias"]
     clear = _off_bounds(cell, values).unflatten(1, (cell.chain.num_groups(values.shape[1]), -1))
     return clear.all(dim=2, keepdim=True).expand_as(clear).flatten(1)
@@ -172,14 +180,14 @@ def _elements_off_bounds(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.
 
 
 def _rows_with_clear_minimum(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Rows whose second smallest element is well above the smallest, along dim 2 of the output."""
+    """Rows whose second smallest element is well above the smallest. Rows are dimension 2 of the output."""
     values = _normalized(cell, tensors)
     values = F.pad(values, (0, 1), value=torch.inf)  # a single channel has a clear minimum too
     smallest, second = values.topk(2, dim=1, largest=False).values.unbind(1)
     return (second - smallest > _margin(cell) * smallest.abs()).view(1, 1, -1, 1)
 
 
-#: By chain, if it has jumps: where the output's gradient reaches none that rounding could decide; broadcasts to it.
+#: By chain, if it has jumps: a mask, broadcast to the output's gradient, of where it reaches no element near a jump.
 _AWAY_FROM_JUMPS = {"L94": _groups_off_bounds, "L75": _rows_with_clear_minimum, "L30": _elements_off_bounds}
 
 

@@ -13,8 +13,10 @@ from bench.chain import Chain, Shape
 
 @dataclass(frozen=True)
 class ConvolutionShape(Shape):
-    """Sizes of a transposed convolution at stride 1 without padding: input [batch, in_channels, height, width], weight
-    [in_channels, out_channels, kernel, kernel]."""
+    """Sizes of a transposed convolution at stride 1 without padding.
+
+    The input is [batch, in_channels, height, width], the weight [in_channels, out_channels, kernel, kernel].
+    """
 
     in_channels: int
     out_channels: int
@@ -25,11 +27,6 @@ class ConvolutionShape(Shape):
     @property
     def channels(self) -> int:
         return self.out_channels
-
-    @property
-    def operations(self) -> int:
-        pixels = self.batch * self.height * self.width
-        return 2 * pixels * self.in_channels * self.out_channels * self.kernel**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,7 @@ class ConvolutionChain(Chain):
             "norm_bias": 0.2 * random.normal(channels),
         }
 
-    def library_call(self, mode, tensors, output_gradient):
+    def bare_call(self, mode, tensors, output_gradient):
         input, weight, bias = tensors["input"], tensors["weight"], tensors["conv_bias"]
         if mode == "forward":
             return lambda: F.conv_transpose2d(input, weight, bias)

@@ -8,104 +8,91 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.table import Table
 
 from autotune_configs.command_line import Parser, names
-from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS
-from bench.device import has_gpu
-from bench.rows import device_to_measure, keep_and_show
-from bench.sizes import SMALL, TARGET
+from bench.cells import CHAINS, DTYPES, Cell, make_cells
+from bench.device import device_to_measure, has_gpu
+from bench.recording import Recording, add_output
+from bench.schema import FirstCallRow
+from bench.tables import table
+from bench.text import number
 
 _ROOT = Path(__file__).parents[1]
-_FOUND = ("import_s", "first_call_s", "kernels_compiled", "kernels", "kernels_not_run", "later_call_us")
 #: Seconds after which a process has failed.
 _LONGEST = 600
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], prog: str) -> int:
     """Measure each chain and dtype in a process of its own; returns the exit status, 1 if one failed."""
     parser = Parser(
-        prog="bench first-call",
+        prog=prog,
         description="Time import and first forward call of each chain and dtype, each in a fresh process with an empty "
-        "Triton cache, at the target size and PyTorch's default float32 precision. Exit status: 0, 1 if a process "
-        "failed, 2 for a bad argument.",
+        "Triton cache, at the target size and PyTorch's default float32 precision. Needs a GPU. Exit status: 0, 1 if a "
+        "process failed, 2 for a bad argument or without a GPU.",
     )
     parser.add_argument("--chains", type=names(CHAINS), default=",".join(CHAINS), help="of " + ", ".join(CHAINS))
     parser.add_argument("--dtypes", type=names(DTYPES), default=",".join(DTYPES), help="of " + ", ".join(DTYPES))
-    parser.add_argument("--json", type=Path, metavar="PATH", help="keep the rows here; rewritten after every process")
+    add_output(parser)
     options = parser.parse_args(arguments)
-    device = device_to_measure(has_gpu())
+    if not has_gpu():
+        parser.error("needs a GPU; in Triton's interpreter nothing is compiled")
+    cells = make_cells(options.chains, options.dtypes, ["forward"], on_gpu=True)
+    with Recording(options.output, "first_call", device_to_measure(), show, len(cells)) as recording:
+        for cell in cells:
+            recording.begin(cell)
+            row = measure(cell)
+            recording.add(row)
+            recording.say(_summary(row))
+    return int(any(row.failure for row in recording.rows))
 
-    def measured():
-        for dtype in options.dtypes:
-            for chain in options.chains:
-                row = measure(chain, dtype, device)
-                yield [row], [_summary(row)]
 
-    return keep_and_show(parser.prog, options.json, device, measured(), table, "failure")
-
-
-def measure(chain_name: str, dtype: str, device: torch.device) -> dict:
-    """A row: what a fresh process with an empty cache says, or why it failed. Times in the units of their names."""
-    chain = CHAINS[chain_name]
-    shape = (TARGET if device.type == "cuda" else SMALL)[chain.product]
-    row = {
-        "kind": "first_call",
-        "chain": chain.label,
-        "dtype": dtype,
-        "precision": None,
-        "mode": "forward",
-        "shape": shape,
-        "memory_format": next(iter(MEMORY_FORMATS)) if chain.has_memory_format else None,
-        "product": chain.product,
-        **dict.fromkeys(_FOUND),
-        "failure": None,
-    }
+def measure(cell: Cell) -> FirstCallRow:
+    """What a fresh process with an empty cache says, or why it failed. The precision is PyTorch's default."""
+    identity = cell.identity | {"precision": None}
+    name = next(name for name, chain in CHAINS.items() if chain is cell.chain)
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-m", "bench.first_call_process", chain_name, dtype, shape, device.type]
+        command = [sys.executable, "-m", "bench.first_call_process", name, cell.dtype, str(cell.shape), "cuda"]
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
         try:
             process = subprocess.run(
                 command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_LONGEST
             )
         except subprocess.TimeoutExpired:
-            return row | {"failure": f"not done after {_LONGEST} s"}
+            return FirstCallRow(**identity, failure=f"not done after {_LONGEST} s")
     if process.returncode:
-        return row | {"failure": _last_line(process.stderr) or f"exit status {process.returncode}"}
-    return row | json.loads(_last_line(process.stdout))
+        failure = _last_line(process.stderr) or f"exit status {process.returncode}"
+        return FirstCallRow(**identity, failure=failure)
+    return FirstCallRow(**identity, **json.loads(_last_line(process.stdout)))
 
 
-def table(rows: Sequence[dict]) -> Table:
+def show(rows: Sequence[FirstCallRow]) -> list[Table]:
     """One line a process."""
-    columns = ("import ops, s", "first call, s", "kernels compiled", "of which not run", "later calls, µs")
-    result = Table(title="First forward call of a fresh process, nothing compiled before")
-    result.add_column("chain", no_wrap=True)
-    for column in columns:
-        result.add_column(column, justify="right")
+    result = table(
+        "First forward call of a fresh process, nothing compiled before",
+        "chain",
+        ("import ops, s", "first call, s", "kernels compiled", "of which not run", "later calls, µs"),
+        "import ops: after torch's; calls: until the device is done; not run: by a later call's profile",
+    )
     for row in rows:
-        label = " ".join(filter(None, (row["chain"], row["dtype"], row["shape"], row["memory_format"])))
-        if row["failure"]:
-            result.add_row(label, "failed", style="red")
+        if row.failure:
+            result.add_row(str(row), "failed", style="red")
             continue
-        not_run = row["kernels_not_run"]
         result.add_row(
-            label,
-            f"{row['import_s']:.2f}",
-            f"{row['first_call_s']:.2f}",
-            str(row["kernels_compiled"]),
-            "–" if not_run is None else ", ".join(not_run) or "none",
-            f"{row['later_call_us']:.0f}",
+            str(row),
+            number(row.import_s, ".2f"),
+            number(row.first_call_s, ".2f"),
+            str(len(row.kernels)),
+            "–" if row.kernels_not_run is None else ", ".join(row.kernels_not_run) or "none",
+            number(row.later_call_us),
         )
-    result.caption = "import ops: after torch's; calls: until the device is done; not run: by a later call's profile"
-    return result
+    return [result]
 
 
-def _summary(row: dict) -> str:
-    label = f"{row['chain']} {row['dtype']} {row['shape']}"
-    if row["failure"]:
-        return f"{label}: failed: {row['failure']}"
-    return f"{label}: first call {row['first_call_s']:.2f} s, {row['kernels_compiled']} kernels compiled"
+def _summary(row: FirstCallRow) -> str:
+    if row.failure:
+        return f"{row}: failed: {row.failure}"
+    return f"{row}: first call {row.first_call_s:.2f} s, {len(row.kernels)} kernels compiled"
 
 
 def _last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""One chain's first forward call, in a process of its own, which prints one line of JSON.
+"""One chain's first forward call, in a process of its own. It prints one line of JSON.
 
 ``python -m bench.first_call_process CHAIN DTYPE SHAPE DEVICE``, with an empty folder in TRITON_CACHE_DIR. Neither
 ``ops`` nor triton is imported before the time is taken.
@@ -39,7 +39,6 @@ def main(arguments: list[str]) -> None:
     found = {
         "import_s": import_s,
         "first_call_s": first_call_s,
-        "kernels_compiled": len(compiled),
         "kernels": compiled,
         "kernels_not_run": sorted(set(compiled) - run) if run else None,
         "later_call_us": statistics.median(later) * 1e6,

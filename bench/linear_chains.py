@@ -21,16 +21,12 @@ class LinearShape(Shape):
     def channels(self) -> int:
         return self.out_features
 
-    @property
-    def operations(self) -> int:
-        return 2 * self.batch * self.in_features * self.out_features
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearChain(Chain):
     """A chain after ``linear(input, weight, linear_bias)``."""
 
-    bias_rank: int  # dimensions of the bias added beside linear_bias, over the channels; 0: the chain has none
+    bias_rank: int  # dimensions of the chain's second bias, 0 where it has none
     output_is_transposed: bool = False  # (1, C, B, 1) instead of (B, C)
 
     product: ClassVar[str] = "GEMM"
@@ -57,11 +53,11 @@ class LinearChain(Chain):
             tensors["bias"] = random.normal(*((channels,) if self.bias_rank == 1 else (1, channels, 1, 1)))
         return tensors
 
-    def library_call(self, mode, tensors, output_gradient):
+    def bare_call(self, mode, tensors, output_gradient):
         input, weight = tensors["input"], tensors["weight"]
         if mode == "forward":
             return lambda: input @ weight.T
-        # Random, and [batch, out_features] whatever the chain's own output is.
+        # The values do not matter. The shape is the product's, which need not be the chain's output's.
         gradient = output_gradient.reshape(input.shape[0], weight.shape[0])
         return lambda: (input @ weight.T, gradient @ weight, gradient.T @ input)
 

@@ -1,288 +1,286 @@
-"""Results of the bench as Markdown tables."""
+"""Results as Markdown: the page of benchmarks."""
 
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from bench.results import LIBRARY, MODES, OURS, PYTORCH, CellResult, DeviceResults, Key, Source, sources_of
+from bench.results import DeviceResults
+from bench.schema import (
+    BARE,
+    MODES,
+    OURS,
+    PYTORCH,
+    FirstCallRow,
+    Row,
+    Run,
+    TimesRow,
+)
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES, grid_shape
+from bench.text import against, markdown_table, number, pair, quotient
 
-_NOT_MEASURED = "Not measured."
-#: The batch at which the host's time is held against eager PyTorch's.
+NOT_MEASURED = "Not measured."
+#: The batch at which the host's time is compared with eager PyTorch's.
 _HOST_BATCH = 16
 
 _INTRODUCTION = """\
 # Benchmarks
 
-Written by `python -m bench report` from the bench's JSON files: change those, not this page. Every result was \
-checked against float64 before it was timed. Times are of interleaved rounds with a cold L2 cache, ratios the median \
-of the rounds' own; below 1, normfuse is faster. `compile` is `torch.compile`, `compile-max` its max-autotune, and \
-the best of PyTorch that peer which normfuse is least ahead of. What each chain is, and what the sizes mean, says the \
-README."""
+After this page you know what each chain takes beside eager PyTorch, `torch.compile` and the bare product, at which \
+sizes and precisions, and how exact it is. `python -m bench report` writes the page from `bench/results/`.
+
+- Every result was checked against float64 before it was timed.
+- Times are of the device, of interleaved rounds with a cold L2 cache. Ratios are normfuse's time over a peer's, the \
+median of the rounds' own ratios: below 1, normfuse is faster.
+- `bare` is the matrix product by cuBLAS or the convolution by cuDNN alone; a training step has three of them. \
+`compile` is `torch.compile`, `compile-max` its mode max-autotune-no-cudagraphs. The best of PyTorch is the peer among \
+`eager`, `compile` and `compile-max` that normfuse is least ahead of.
+- Sizes are batch x in_features x out_features, and for L19 batch x in_channels x out_channels x height x width x \
+kernel.
+- Small numbers beside a chain name the [run](#runs), where the rows of a table are of different runs."""
+
+
+class _Runs:
+    """The runs that a page's figures are of, numbered by date."""
+
+    def __init__(self, rows: Iterable[Row]):
+        found = {self._what(row): row.run for row in sorted(rows, key=lambda row: run_of(row).date)}
+        self._numbers = {what: index for index, what in enumerate(found, 1)}
+
+    @staticmethod
+    def _what(row: Row) -> tuple[str, str]:
+        return run_of(row).state, run_of(row).versions
+
+    def numbers(self, rows: Iterable[Row]) -> list[int]:
+        return sorted({self._numbers[self._what(row)] for row in rows})
+
+    def marks(self, rows: Sequence[Row]) -> list[str]:
+        """What names each row's run; nothing where all are of one."""
+        several = len(self.numbers(rows)) > 1
+        return [f" <sup>{self._numbers[self._what(row)]}</sup>" if several else "" for row in rows]
+
+    def note(self, rows: Iterable[Row]) -> str:
+        """A sentence that names the runs of these rows."""
+        numbers = self.numbers(rows)
+        return f" Run{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}."
+
+    def listed(self) -> str:
+        return "\n".join(f"{index}. {versions}; {state}" for (state, versions), index in self._numbers.items())
+
+
+def run_of(row: Row) -> Run:
+    assert row.run is not None, "a row that was read has its run"
+    return row.run
 
 
 def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, drawn: Iterable[str]) -> str:
     """The whole page, to lie at ``page``, with the pictures of these names in the folder ``pictures``."""
-    links = {name: Path(os.path.relpath(pictures / name, page.parent)).as_posix() for name in drawn}
-    parts = [_INTRODUCTION, *(part for results in devices for part in _device(results, links))]
+    folder = Path(os.path.relpath(pictures, page.parent)).as_posix()
+    drawn = set(drawn)
+    parts = [_INTRODUCTION, *(part for results in devices for part in _device(results, folder, drawn))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _device(results: DeviceResults, links: dict[str, str]) -> list[str]:
+def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
     """The sections of one device, each a heading and what follows it."""
+    runs = _Runs([*results.times, *results.first_call])
 
-    def picture(suffix: str, what: str) -> str:
-        name = f"{results.slug}{suffix}.png"
-        return f"![{what}]({links[name]})" if name in links else ""
+    def picture(name: str, what: str) -> str:
+        light, dark = (f"{name}.{results.slug}.{theme}.png" for theme in ("light", "dark"))
+        if light not in drawn:
+            return ""
+        return (
+            f'<picture>\n<source media="(prefers-color-scheme: dark)" srcset="{folder}/{dark}">\n'
+            f'<img alt="{what}" src="{folder}/{light}">\n</picture>'
+        )
 
     return [
         f"## {results.device}",
-        _sources(results),
         "### Times",
-        picture("", "Time of each chain over the bare library product, beside PyTorch"),
-        *_times(results),
+        picture("speedup", "How many times as fast as PyTorch each chain is"),
+        *_times(results, runs),
         "### Errors",
-        picture("_errors", "Error of each chain against float64, beside PyTorch's"),
-        *_errors(results),
+        picture("errors", "Error of each chain against float64, beside PyTorch's"),
+        *_errors(results, runs),
         "### Added memory",
-        *_memory(results),
+        *_memory(results, runs),
         "### Growth",
-        *(picture(f"_growth_{mode}", f"Growth over batch and features, {mode}") for mode in MODES),
-        *_growth(results),
+        *(picture(f"growth_{mode}", f"Growth over batch and features, {mode}") for mode in MODES),
+        *_growth(results, runs),
         "### Host time",
-        *_host_times(results),
+        *_host_times(results, runs),
         "### First call",
-        *_first_calls(results),
+        *_first_calls(results, runs),
+        "### Runs",
+        runs.listed() or NOT_MEASURED,
     ]
 
 
-def _sources(results: DeviceResults) -> str:
-    """With what and when each file was measured, and how many of its cells are the newest."""
-    rows = []
-    for number, source in enumerate(results.sources, 1):
-        cells = sum(source in cell.sources.values() for cell in results.cells)
-        first_calls = sum(source == entry.source for entry in results.first_calls)
-        versions = [value or "unknown" for value in (source.driver, source.torch, source.triton)]
-        when = f"{source.date:%Y-%m-%d %H:%M}"
-        rows.append(
-            [number, f"`{source.file}`", when, f"`{source.commit or 'unknown'}`", *versions, cells + first_calls]
-        )
-    names = ["", "file", "measured (UTC)", "commit", "driver", "torch", "triton", "cells used here"]
-    return _table(names, rows, left=(1, 2, 3, 4, 5, 6))
-
-
-def _times(results: DeviceResults) -> list[str]:
+def _times(results: DeviceResults, runs: _Runs) -> list[str]:
     """A table a product and shape."""
-    parts = [_NOT_MEASURED] if not results.listed else []
-    for (product, shape), cells in _by(results.listed, lambda cell: (cell.key.product, cell.key.shape)).items():
-        peers = _peers(cells, (LIBRARY, *PYTORCH))
-        names = ["chain", "dtype", "mode", "µs", "TFLOP/s", *peers, "best of PyTorch"]
-        rows = [
-            [
-                *_names(cell.key),
-                "red" if cell.is_red else _number(cell.value(OURS, "median_us"), ".0f"),
-                _number(cell.value(OURS, "tflops"), ".0f"),
-                *(_against(cell, peer) for peer in peers),
-                f"{cell.ours_to_best:.2f} ({cell.best_pytorch})" if cell.best_pytorch else "–",
-            ]
-            for cell in cells
+    parts = []
+    for (product, shape), rows in grouped(results.listed, lambda row: (row.product, row.shape)).items():
+        peers = known_peers(rows, (BARE, *PYTORCH))
+        names = ["chain", "dtype", "mode", "µs", *peers]
+        cells = [
+            [*names_of(row, mark), "red" if row.red else number(row.us), *(against(row.peer(peer)) for peer in peers)]
+            for row, mark in zip(rows, runs.marks(rows), strict=True)
         ]
         parts += [
-            f"{product}, {shape}: normfuse, then normfuse over each peer with the peer's own µs. `library` is the bare "
-            f"{product} ({product}s, in training) in the same memory format.",
-            _table(*_with_sources(results, cells, names, rows), left=(0, 1, 2)),
+            f"{product}, {shape}: normfuse's µs, then for each peer the ratio and the peer's own µs.",
+            markdown_table(names, cells, left=(0, 1, 2)),
         ]
-    return parts
+    return parts or [NOT_MEASURED]
 
 
-def _errors(results: DeviceResults) -> list[str]:
+def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
     """A table a product and shape, a column a tensor."""
-    listed = [cell for cell in results.listed if cell.value(OURS, "errors")]
-    parts = ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's."] if listed else [_NOT_MEASURED]
-    for (product, shape), cells in _by(listed, lambda cell: (cell.key.product, cell.key.shape)).items():
-        tensors = list(dict.fromkeys(tensor for cell in cells for tensor in cell.value(OURS, "errors")))
-        rows = [[*_names(cell.key), *(_error_pair(cell, tensor) for tensor in tensors)] for cell in cells]
+    found = [row for row in results.listed if row.errors]
+    parts = ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's."] if found else [NOT_MEASURED]
+    for (product, shape), rows in grouped(found, lambda row: (row.product, row.shape)).items():
+        tensors = list(dict.fromkeys(tensor for row in rows for tensor in row.errors))
+        cells = [
+            [*names_of(row, mark), *(pair(row.errors.get(tensor)) for tensor in tensors)]
+            for row, mark in zip(rows, runs.marks(rows), strict=True)
+        ]
         names = ["chain", "dtype", "mode", *(f"`{tensor}`" for tensor in tensors)]
-        parts += [f"{product}, {shape}:", _table(*_with_sources(results, cells, names, rows), left=(0, 1, 2))]
+        parts += [f"{product}, {shape}:", markdown_table(names, cells, left=(0, 1, 2))]
     return parts
 
 
-def _memory(results: DeviceResults) -> list[str]:
-    cells = [cell for cell in results.listed if cell.value(OURS, "peak_memory_mb") is not None]
-    if not cells:
-        return [_NOT_MEASURED]
-    peers = _peers(cells, (OURS, *PYTORCH))
+def _memory(results: DeviceResults, runs: _Runs) -> list[str]:
+    rows = [row for row in results.listed if row.peer(OURS).added_mb is not None]
+    if not rows:
+        return [NOT_MEASURED]
+    peers = known_peers(rows, (OURS, *PYTORCH))
     names = ["chain", "dtype", "shape", *map(_title, peers)]
-    rows = [
-        [
-            *_names(cell.key)[:2],
-            cell.key.shape,
-            *(_number(cell.value(peer, "peak_memory_mb"), ".1f") for peer in peers),
-        ]
-        for cell in cells
+    cells = [
+        [*names_of(row, mark)[:2], row.shape, *(number(row.peer(peer).added_mb, ".1f") for peer in peers)]
+        for row, mark in zip(rows, runs.marks(rows), strict=True)
     ]
     return [
         "MB at the peak of a training step, beyond weights, gradients, input and output.",
-        _table(*_with_sources(results, cells, names, rows), left=(0, 1, 2)),
+        markdown_table(names, cells, left=(0, 1, 2)),
     ]
 
 
-def _growth(results: DeviceResults) -> list[str]:
+def _growth(results: DeviceResults, runs: _Runs) -> list[str]:
     """A summary, then a table of batches by features for each chain, dtype and mode."""
-    groups = _by(results.grid, lambda cell: cell.key._replace(shape=""))
+    groups = grouped(results.grid, lambda row: (row.chain, row.layout, row.mode))
     if not groups:
-        return [_NOT_MEASURED]
-    names = ["chain", "dtype", "mode", "cells", "geometric mean", "worst", "at", "of which slower"]
+        return [NOT_MEASURED]
+    names = ["chain", "dtype", "mode", "sizes", "geometric mean", "worst", "at", "of which slower"]
     parts = [
         "Batch x features, in_features = out_features: normfuse's time over that of the best of PyTorch. Means are "
-        "geometric; bold: normfuse is slower." + _source_note(results, results.grid),
-        _table(names, [_summary(key, cells) for key, cells in groups.items()], left=(0, 1, 2, 6)),
+        "geometric; bold: normfuse is slower." + runs.note(results.grid),
+        markdown_table(names, [_summary(rows) for rows in groups.values()], left=(0, 1, 2, 6)),
     ]
-    for key, cells in groups.items():
-        parts += [f"{key.label}, {key.mode}:", _grid(cells)]
+    for (chain, layout, mode), rows in groups.items():
+        parts += [f"{chain} {layout}, {mode}:", _grid(rows)]
     return parts
 
 
-def _summary(key: Key, cells: list[CellResult]) -> list[object]:
-    timed = [(cell.ours_to_best, cell) for cell in cells if cell.ours_to_best is not None]
-    worst, worst_cell = max(timed, key=lambda ratio_and_cell: ratio_and_cell[0], default=(None, None))
+def _summary(rows: list[TimesRow]) -> list[object]:
+    timed = [(closest[1], closest[0], row) for row in rows if (closest := row.closest())]
+    worst = max(timed, key=lambda each: each[0], default=None)
     return [
-        *_names(key),
+        *names_of(rows[0]),
         f"{len(timed)} of {len(GRID)}",
-        _mean(ratio for ratio, _ in timed),
-        _ratio(worst),
-        f"{worst_cell.key.shape} ({worst_cell.best_pytorch})" if worst_cell else "–",
-        sum(ratio > 1 for ratio, _ in timed),
+        _mean(ratio for ratio, _, _ in timed),
+        _ratio(worst and worst[0]),
+        f"{worst[2].shape} ({worst[1]})" if worst else "–",
+        sum(ratio > 1 for ratio, _, _ in timed),
     ]
 
 
-def _grid(cells: list[CellResult]) -> str:
+def _grid(rows: list[TimesRow]) -> str:
     """Batches down, features across, with the means of both."""
-    by_shape = {cell.key.shape: cell for cell in cells}
+    by_shape = {row.shape: row for row in rows}
 
     def found(batches: Iterable[int], sizes: Iterable[int]) -> list[float]:
         shapes = [grid_shape(batch, size) for batch in batches for size in sizes]
-        ratios = [by_shape[shape].ours_to_best for shape in shapes if shape in by_shape]
-        return [ratio for ratio in ratios if ratio is not None]
+        return [closest[1] for shape in shapes if shape in by_shape and (closest := by_shape[shape].closest())]
 
     def entry(batch: int, size: int) -> str:
-        cell = by_shape.get(grid_shape(batch, size))
-        return "red" if cell and cell.is_red else _ratio(cell.ours_to_best if cell else None)
+        row = by_shape.get(grid_shape(batch, size))
+        closest = row.closest() if row else None
+        return "red" if row and row.red else _ratio(closest and closest[1])
 
-    rows = [
+    cells = [
         [batch, *(entry(batch, size) for size in GRID_FEATURES), _mean(found([batch], GRID_FEATURES))]
         for batch in GRID_BATCHES
     ]
     columns = (_mean(found(GRID_BATCHES, [size])) for size in GRID_FEATURES)
-    rows.append(["mean", *columns, _mean(found(GRID_BATCHES, GRID_FEATURES))])
-    return _table(["batch", *GRID_FEATURES, "mean"], rows)
+    cells.append(["mean", *columns, _mean(found(GRID_BATCHES, GRID_FEATURES))])
+    return markdown_table(["batch", *GRID_FEATURES, "mean"], cells)
 
 
-def _host_times(results: DeviceResults) -> list[str]:
-    """Of the listed cells and of those of the batch where it counts."""
-    cells = [cell for cell in results.cells if cell.value(OURS, "host_us") is not None]
-    cells = [cell for cell in cells if not cell.key.is_of_grid_alone or GRID[cell.key.shape][0] == _HOST_BATCH]
-    if not cells:
-        return [_NOT_MEASURED]
-    peers = _peers(cells, (OURS, LIBRARY, *PYTORCH))
+def _host_times(results: DeviceResults, runs: _Runs) -> list[str]:
+    """At the target sizes, and at the grid's batch where the host's time counts."""
+    at_batch = [row for row in results.grid if GRID[row.shape][0] == _HOST_BATCH]
+    rows = [row for row in (*at_batch, *results.listed) if row.peer(OURS).host_us is not None]
+    if not rows:
+        return [NOT_MEASURED]
+    peers = known_peers(rows, (OURS, BARE, *PYTORCH))
     names = ["chain", "dtype", "mode", "shape", *map(_title, peers), "normfuse / eager"]
-    rows = [
+    cells = [
         [
-            *_names(cell.key),
-            cell.key.shape,
-            *(_number(cell.value(peer, "host_us"), ".0f") for peer in peers),
-            _quotient(cell.value(OURS, "host_us"), cell.value("eager", "host_us")),
+            *names_of(row, mark),
+            row.shape,
+            *(number(row.peer(peer).host_us) for peer in peers),
+            quotient(row.peer(OURS).host_us, row.peer("eager").host_us),
         ]
-        for cell in cells
+        for row, mark in zip(rows, runs.marks(rows), strict=True)
     ]
     return [
         "Microseconds that the host needs to queue a call, whatever the device takes.",
-        _table(*_with_sources(results, cells, names, rows), left=(0, 1, 2, 3)),
+        markdown_table(names, cells, left=(0, 1, 2, 3)),
     ]
 
 
-def _first_calls(results: DeviceResults) -> list[str]:
-    if not results.first_calls:
-        return [_NOT_MEASURED]
-    names = [
-        "chain",
-        "dtype",
-        "shape",
-        "import ops, s",
-        "first forward call, s",
-        "kernels compiled",
-        "of which not run",
-    ]
-    rows = [
+def _first_calls(results: DeviceResults, runs: _Runs) -> list[str]:
+    rows = results.first_call
+    if not rows:
+        return [NOT_MEASURED]
+    names = ["chain", "dtype", "shape", "import ops, s", "first forward call, s", "kernels compiled"]
+    names += ["of which not run", "later calls, µs"]
+    cells = [
         [
-            *_names(entry.key)[:2],
-            entry.key.shape,
-            "failed" if entry.row["failure"] else _number(entry.row["import_s"], ".2f"),
-            _number(entry.row["first_call_s"], ".2f"),
-            _number(entry.row["kernels_compiled"], ".0f"),
-            _kernels_not_run(entry.row),
-            _number(entry.row["later_call_us"], ".0f"),
+            *names_of(row, mark)[:2],
+            row.shape,
+            "failed" if row.failure else number(row.import_s, ".2f"),
+            number(row.first_call_s, ".2f"),
+            "–" if row.failure else len(row.kernels),
+            _kernels_not_run(row),
+            number(row.later_call_us),
         ]
-        for entry in results.first_calls
+        for row, mark in zip(rows, runs.marks(rows), strict=True)
     ]
-    sources = sorted({entry.source for entry in results.first_calls}, key=results.sources.index)
     return [
         "A fresh process with an empty Triton cache, at PyTorch's default float32 precision: the import of `ops` after "
-        "torch's, the first forward call until the device is done, and the median of later ones." + _note(sources),
-        _table([*names, "later calls, µs"], rows, left=(0, 1, 2)),
+        "torch's, the first forward call until the device is done, and the median of later ones." + runs.note(rows),
+        markdown_table(names, cells, left=(0, 1, 2)),
     ]
 
 
-def _kernels_not_run(row: dict) -> str:
-    names = row.get("kernels_not_run")
-    return "–" if not isinstance(names, list) else ", ".join(f"`{name}`" for name in names) or "none"
+def _kernels_not_run(row: FirstCallRow) -> str:
+    names = row.kernels_not_run
+    return "–" if names is None else ", ".join(f"`{name}`" for name in names) or "none"
 
 
-def _with_sources(
-    results: DeviceResults, cells: list[CellResult], names: list[str], rows: list[list]
-) -> tuple[list[str], list[list]]:
-    """With a column that says which files each row is of, by their numbers, where they are of several states."""
-    if len({source.state for source in results.sources}) < 2:
-        return names, rows
-    numbers = [", ".join(str(results.sources.index(source) + 1) for source in sources_of([cell])) for cell in cells]
-    return [*names, "file"], [[*row, number] for row, number in zip(rows, numbers, strict=True)]
-
-
-def _source_note(results: DeviceResults, cells: list[CellResult]) -> str:
-    """A sentence that names what the cells are of, where the device's files are of several states."""
-    several = len({source.state for source in results.sources}) > 1
-    return _note(sources_of(cells)) if several else ""
-
-
-def _note(sources: Iterable[Source]) -> str:
-    return " Measured at " + "; ".join(dict.fromkeys(source.state for source in sources)) + "."
-
-
-def _names(key: Key) -> list[str]:
+def names_of(row: Row, mark: str = "") -> list[str]:
     """Chain, dtype (with precision and memory format) and mode."""
-    return [key.chain, " ".join(filter(None, (key.dtype, key.precision, key.memory_format))), key.mode]
+    return [row.chain + mark, row.layout, row.mode]
 
 
-def _peers(cells: list[CellResult], names: Sequence[str]) -> list[str]:
+def known_peers(rows: Iterable[TimesRow], names: Sequence[str]) -> list[str]:
     """Those of these names of which something is known."""
-    return [name for name in names if any(name in cell.rows for cell in cells)]
+    known = {name for row in rows for name in row.peers}
+    return [name for name in names if name in known]
 
 
 def _title(peer: str) -> str:
     return "normfuse" if peer == OURS else peer
-
-
-def _against(cell: CellResult, peer: str) -> str:
-    if cell.value(peer, "failure"):
-        return "failed"
-    ratio = cell.value(peer, "ours_to_peer")
-    return "–" if ratio is None else f"{ratio:.2f} ({_number(cell.value(peer, 'median_us'), '.0f')})"
-
-
-def _error_pair(cell: CellResult, tensor: str) -> str:
-    pair = cell.value(OURS, "errors").get(tensor)
-    return "–" if pair is None else f"{pair[0]:.1e} / {pair[1]:.1e}"
 
 
 def _ratio(ratio: float | None) -> str:
@@ -294,23 +292,9 @@ def _mean(ratios: Iterable[float]) -> str:
     return _ratio(statistics.geometric_mean(ratios) if ratios else None)
 
 
-def _quotient(above: float | None, below: float | None) -> str:
-    return "–" if above is None or not below else f"{above / below:.2f}"
-
-
-def _number(value: float | None, format: str) -> str:
-    return "–" if value is None else f"{value:{format}}"
-
-
-def _by(cells: Iterable[CellResult], group: Callable[[CellResult], object]) -> dict:
-    """Lists of cells by what this says of them, in the order in which they come."""
-    groups: dict[object, list[CellResult]] = {}
-    for cell in cells:
-        groups.setdefault(group(cell), []).append(cell)
+def grouped(rows: Iterable, group: Callable) -> dict:
+    """Lists of rows by what this says of them, in the order in which they come."""
+    groups: dict = {}
+    for row in rows:
+        groups.setdefault(group(row), []).append(row)
     return groups
-
-
-def _table(names: Sequence[object], rows: Iterable[Sequence[object]], left: Sequence[int] = ()) -> str:
-    """Columns ``left`` by number are aligned to the left, the others, numbers, to the right."""
-    rules = ["---" if index in left else "---:" for index in range(len(names))]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (names, rules, *rows))

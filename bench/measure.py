@@ -1,23 +1,22 @@
 """``python -m bench`` without a command: which cells to measure, and beside whom."""
 
 import argparse
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-import torch
-
 from autotune_configs.command_line import Parser, names, positive
-from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS, MODES, Cell
+from bench.cells import CHAINS, DTYPES, MEMORY_FORMATS, Cell
 from bench.chain import PRECISIONS, Shape
 from bench.convolution_chains import ConvolutionChain, ConvolutionShape
-from bench.device import has_gpu
+from bench.device import device_to_measure
 from bench.linear_chains import LinearChain, LinearShape
+from bench.recording import add_output
+from bench.schema import BARE, MODES, PYTORCH
 from bench.sizes import GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES, SMALL, TARGET
 
-PEERS = ("library", "eager", "compile", "compile-max")
+PEERS = (BARE, *PYTORCH)
 
 
 def _form(shape_class: type[Shape]) -> str:
@@ -38,17 +37,15 @@ def _shapes(shape_class: type[Shape]):
     return parse
 
 
-def _parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
+def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
     parser = Parser(
-        prog="bench",
-        description="Check the chains against float64, then time them beside their peers. Lists are separated by "
-        "commas. Exit status: 0, 1 if a check is red, 2 for a bad argument.",
-        epilog="Other commands: report (tables and pictures of results), first-call (a fresh process with nothing "
-        "compiled), captured (compiled and captured calls beside eager ones), tensor-parallel (chains on shards); "
-        "python -m bench COMMAND --help describes each.",
+        prog=prog,
+        description="Check the chains against float64, then time them beside their peers on a GPU. Lists are separated "
+        "by commas. Exit status: 0, 1 if a check is red, 2 for a bad argument.",
+        epilog="Other commands: report (tables and pictures of results), merge (several results files into one), "
+        "first-call (a fresh process with nothing compiled), captured (compiled and captured calls beside eager ones), "
+        f"tensor-parallel (chains on shards). {prog} COMMAND --help describes each.",
     )
-    # compile-max is left out where nobody asks for it: it tunes for minutes.
-    rounds, peers = (20, PEERS[:3]) if on_gpu else (1, PEERS[:2])
     default_shapes = TARGET if on_gpu else SMALL
     parser.add_argument("--chains", type=names(CHAINS), help=f"of {', '.join(CHAINS)}; all where not given")
     parser.add_argument("--dtypes", type=names(DTYPES), help=f"of {', '.join(DTYPES)}; all where not given")
@@ -82,14 +79,21 @@ def _parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
         default=",".join(MEMORY_FORMATS),
         help="for l19, of " + ", ".join(MEMORY_FORMATS),
     )
-    parser.add_argument("--peers", type=names(PEERS), default=",".join(peers), help="of " + ", ".join(PEERS))
-    parser.add_argument("--rounds", type=positive, default=rounds, help="timed calls of each peer")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="keep the rows here; rewritten after every cell")
+    parser.add_argument(
+        "--peers",
+        type=names(PEERS),
+        default=",".join(PEERS[:-1]),
+        help=f"of {', '.join(PEERS)}: the product or convolution alone (by cuBLAS or cuDNN), PyTorch's chain, the same "
+        "with torch.compile, and with its max-autotune, which tunes for minutes",
+    )
+    parser.add_argument("--rounds", type=positive, default=20, help="timed calls of each peer")
+    add_output(parser)
     parser.add_argument(
         "--turns",
         type=Path,
         metavar="FILE",
-        help="hold this file's lock to check and time, so that processes that share a GPU compile side by side",
+        help="hold this file's lock to check and time, so that processes that share a GPU compile side by side; give "
+        "each process an --output of its own and merge them",
     )
     options = parser.parse_args(arguments)
     if options.grid:
@@ -129,13 +133,10 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], prog: str) -> int:
     """Measure; returns the exit status."""
-    on_gpu = has_gpu()
-    options = _parse(arguments, on_gpu)
-    if not on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which is not done before
-    from bench.run import run
+    device = device_to_measure()
+    options = _parse(arguments, prog, device.type == "cuda")
+    from bench.run import run  # this imports triton
 
-    device = torch.device("cuda" if on_gpu else "cpu")
-    return run(_cells(options), options.peers, options.rounds, device, options.json, options.turns)
+    return run(_cells(options), options.peers, options.rounds, device, options.output, options.turns)

@@ -1,247 +1,270 @@
-"""Draw results of the bench: times over the library's, growth over batch and features, errors beside PyTorch's."""
+"""Draw results of the bench, one message a picture, for light and dark pages."""
 
+import hashlib
 import io
 import math
-import textwrap
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-
-from bench.results import MODES, OURS, CellResult, DeviceResults, describe, sources_of
+from bench.results import DeviceResults
+from bench.schema import COMPILERS, MODES, Row, TimesRow
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
+from bench.text import number
 
-matplotlib.use("Agg")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-#: Names and colours by peer, in the order they are drawn (a palette that colour-blind readers can tell apart).
-_PEERS = {
-    OURS: ("normfuse", "#0072b2"),
-    "compile-max": ("torch.compile, max-autotune", "#56b4e9"),
-    "compile": ("torch.compile", "#e69f00"),
-    "eager": ("PyTorch eager", "#999999"),
-}
-_RATIO_TITLES = {"forward": "Forward, over one library {}", "training": "Training step, over its three library {}s"}
-_ERROR_TITLES = {"forward": "Forward: output", "training": "Training step: tensor that uses most of its allowance"}
+#: Inches, and dots an inch. A page shows the picture 830 pixels wide, so it has two dots a pixel, for sharp text.
+_WIDTH, _DPI = 8.3, 200
+_CHAINS = ("L94", "L75", "L30", "L19")
 _MODE_TITLES = {"forward": "Forward", "training": "Training step"}
-_MARKERS = "os^Dv"
-_DPI = 110
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of the page and of what is drawn. Colour-blind readers can tell them apart."""
+
+    page: str
+    text: str
+    faint: str
+    ours: str
+    second: str
+    slower: str
+
+
+THEMES = {
+    "light": Theme("#ffffff", "#1f2328", "#d0d7de", "#0072b2", "#8c959f", "#d55e00"),
+    "dark": Theme("#0d1117", "#e6edf3", "#3d444d", "#4da3e0", "#9198a1", "#f0883e"),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All that a picture shows; ``draw`` makes it, in one theme."""
+
+    title: str
+    caption: str
+    #: What is plotted, one tuple a cell.
+    values: tuple[Any, ...]
+    draw: Callable[["Picture", Theme], "Figure"]
+
+    @property
+    def digest(self) -> str:
+        """Changes with what is shown, whatever drew it. It is kept in the file."""
+        return hashlib.sha256(repr((self.title, self.caption, self.values)).encode()).hexdigest()
+
+
+def pictures_of(results: DeviceResults) -> dict[str, Picture]:
+    """By name; a picture of which nothing was measured is left out."""
+    found = {"speedup": _speedup(results), "errors": _errors(results)}
+    found |= {f"growth_{mode}": _growth(results, mode) for mode in MODES}
+    return {f"{name}.{results.slug}": picture for name, picture in found.items() if picture}
+
+
+def files_of(results: DeviceResults) -> dict[str, tuple[Picture, Theme]]:
+    """What each file shows, by the file's name."""
+    found = pictures_of(results).items()
+    return {f"{name}.{theme}.png": (picture, THEMES[theme]) for name, picture in found for theme in THEMES}
 
 
 def draw_all(results: DeviceResults) -> dict[str, bytes]:
-    """PNG files by name; a picture of which nothing was measured is left out."""
-    figures = {
-        f"{results.slug}.png": draw_ratios(results),
-        **{f"{results.slug}_growth_{mode}.png": draw_growth(results, mode) for mode in MODES},
-        f"{results.slug}_errors.png": draw_errors(results),
-    }
-    pictures = {name: _png(figure) for name, figure in figures.items() if figure}
-    pyplot.close("all")
-    return pictures
+    """PNG files by name, in both themes."""
+    return {name: _png(*shown) for name, shown in files_of(results).items()}
 
 
-def draw_ratios(results: DeviceResults) -> Figure | None:
-    """A row of panels a product (GEMM, convolution) and shape, a panel a mode, a group of bars a chain and dtype.
-
-    The line at 1 is the bare library product.
-    """
-    cells = [cell for cell in results.listed if any(_ratio(cell, peer) is not None for peer in _PEERS)]
-    if not cells:
-        return None
-    blocks = _blocks(cells)
-    figure, panels = _two_columns(blocks, height=0.5)
-    drawn = [peer for peer in _PEERS if any(_ratio(cell, peer) is not None for cell in cells)]
-    for ((product, _), block), pair in zip(blocks.items(), panels, strict=True):
-        peers = [peer for peer in drawn if any(_ratio(cell, peer) is not None for cell in block)]
-        for panel, (mode, title) in zip(pair, _RATIO_TITLES.items(), strict=True):
-            _draw_bars(panel, [cell for cell in block if cell.key.mode == mode], _labels(block), peers)
-            panel.set_title(title.format(product))
-            panel.set_xlabel(f"time / bare library {product} (lower is better)")
-    # From colours, not from bars: a peer may have none in a panel.
-    handles = [Patch(color=colour, label=name) for name, colour in (_PEERS[peer] for peer in drawn)]
-    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=len(handles))
-    rounds = max(cell.value(OURS, "rounds") or 0 for cell in cells)
-    _caption(figure, cells, f"Times, median of {rounds} interleaved rounds")
-    return figure
+def not_current(results: DeviceResults, folder: Path) -> list[Path]:
+    """The files that do not show these results, or are missing."""
+    found = ((folder / name, picture) for name, (picture, _) in files_of(results).items())
+    return [path for path, picture in found if not (path.is_file() and picture.digest.encode() in path.read_bytes())]
 
 
-def draw_growth(results: DeviceResults, mode: str) -> Figure | None:
-    """A row of panels a dtype, a panel a chain: ours over the best of PyTorch at each batch, a line a feature size."""
-    cells = [cell for cell in results.grid if cell.key.mode == mode and cell.ours_to_best is not None]
-    if not cells:
-        return None
-    dtypes = list(dict.fromkeys(cell.key.dtype_label for cell in cells))
-    chains = list(dict.fromkeys(cell.key.chain for cell in cells))
-    figure, panels = pyplot.subplots(
-        len(dtypes),
-        len(chains),
-        figsize=(1 + 3.8 * len(chains), 1.4 + 2.8 * len(dtypes)),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+def _contiguous(rows: Iterable[TimesRow]) -> list[TimesRow]:
+    """Those without images, and those with contiguous ones."""
+    return [row for row in rows if row.memory_format in (None, "contiguous")]
+
+
+def _setup(results: DeviceResults, rows: Iterable[Row]) -> str:
+    return ", ".join([results.device, *dict.fromkeys(row.run.versions for row in rows if row.run)])
+
+
+# How many times as fast as PyTorch
+
+
+def _speedup(results: DeviceResults) -> Picture | None:
+    rows = [row for row in _contiguous(results.target) if row.dtype == "bfloat16" and row.us]
+    values = tuple(
+        (row.mode, row.chain, _rounded(_over(row, COMPILERS)), _rounded(_over(row, ("eager",))))
+        for row in rows
+        if row.chain in _CHAINS
     )
-    for dtype, row in zip(dtypes, panels, strict=True):
-        for chain, panel in zip(chains, row, strict=True):
-            _draw_lines(panel, [cell for cell in cells if (cell.key.dtype_label, cell.key.chain) == (dtype, chain)])
-            panel.set_title(f"{chain} {dtype}")
-        row[0].set_ylabel("time / best of PyTorch")
-    for panel in panels[-1]:
-        panel.set_xlabel("batch")
-    _ratio_ticks(panels[0, 0])
-    lines = {line.get_label(): line for panel in panels.flat for line in panel.get_lines()}
-    lines = {name: lines[name] for name in map(_features, GRID_FEATURES) if name in lines}
-    figure.legend(lines.values(), lines, frameon=False, loc="outside lower center", ncols=len(lines))
-    _caption(figure, cells, f"{_MODE_TITLES[mode]}: time over the best of PyTorch (below 1: normfuse is faster)")
+    compiled = [over for *_, over, _ in values if over is not None]
+    eager = [over for *_, over in values if over is not None]
+    if not compiled or not eager:
+        return None
+    title = f"{_span(compiled)} times as fast as torch.compile, {_span(eager)} times as fast as eager PyTorch"
+    shapes = "; ".join(f"{_named(rows, shape)} at {shape}" for shape in dict.fromkeys(row.shape for row in rows))
+    return Picture(title, f"bfloat16, {shapes}\n{_setup(results, rows)}", values, _draw_speedup)
+
+
+def _named(rows: Iterable[Row], shape: str) -> str:
+    return ", ".join(dict.fromkeys(row.chain for row in rows if row.shape == shape))
+
+
+def _over(row: TimesRow, peers: tuple[str, ...]) -> float | None:
+    closest = row.closest(peers)
+    return None if closest is None else 1 / closest[1]
+
+
+def _span(values: list[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _draw_speedup(picture: Picture, theme: Theme):
+    figure, panels = _figure(1, 2, 3.5, sharex=True, sharey=True)
+    chains = [chain for chain in _CHAINS if any(value[1] == chain for value in picture.values)]
+    series = ((2, "over torch.compile", theme.ours), (3, "over eager PyTorch", theme.second))
+    for panel, (mode, title) in zip(panels[0], _MODE_TITLES.items(), strict=True):
+        for index, (place, label, colour) in enumerate(series):
+            bars = [(chains.index(value[1]), value[place]) for value in picture.values if value[0] == mode]
+            bars = [(at + (index - 0.5) * 0.38, value) for at, value in bars if value is not None]
+            drawn = panel.barh([at for at, _ in bars], [value for _, value in bars], 0.36, color=colour, label=label)
+            panel.bar_label(drawn, fmt="%.2f×", padding=3)
+        panel.axvline(1.0, color=theme.text, linewidth=1)
+        panel.set_title(title)
+        panel.set_yticks(range(len(chains)), chains)
+        panel.tick_params(length=0)
+        panel.set_xlim(0, 1.18 * max(value for row in picture.values for value in row[2:] if value is not None))
+        panel.set_xlabel("times as fast (1: as fast as PyTorch)")
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    panels[0, 0].invert_yaxis()
+    panels[0, 0].legend(loc="upper right", frameon=False)
     return figure
 
 
-def draw_errors(results: DeviceResults) -> Figure | None:
-    """A row of panels a product and shape, a panel a mode, a pair of points a chain and dtype, on a log scale."""
-    cells = [cell for cell in results.listed if cell.value(OURS, "error_ours") is not None]
-    if not cells:
+# Errors beside PyTorch's
+
+
+def _errors(results: DeviceResults) -> Picture | None:
+    """Of the forward pass, the output's errors. Of a training step, those whose ratio to PyTorch's is the largest."""
+    values: list[tuple[Any, ...]] = []
+    used = []
+    for row in _contiguous(results.target):
+        ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
+        if ratios:
+            tensor = max(ratios, key=lambda name: ratios[name])
+            shown = [float(number(error, ".3g")) for error in row.errors[tensor]]
+            values.append((row.mode, f"{row.chain} {row.setting}", tensor, *shown))
+            used.append(row)
+    if not values:
         return None
-    blocks = _blocks(cells)
-    figure, panels = _two_columns(blocks, height=0.36)
-    for block, pair in zip(blocks.values(), panels, strict=True):
-        for panel, (mode, title) in zip(pair, _ERROR_TITLES.items(), strict=True):
-            of_mode = [cell for cell in block if cell.key.mode == mode]
-            _draw_points(panel, of_mode, _labels(block), with_names=mode == "training")
-            panel.set_title(title)
-            panel.set_xlabel("norm(result - float64) / norm(float64)")
-    errors = [cell.value(OURS, name) for cell in cells for name in ("error_ours", "error_torch")]
-    errors = [error for error in errors if error and math.isfinite(error)] or [1.0]
-    for panel in panels.flat:
+    found = [ours / torch for _, _, _, ours, torch in values]
+    mean, largest = statistics.geometric_mean(found), max(found)
+    title = f"Errors are {mean:.2f} of PyTorch's on average, at most {largest:.2f}"
+    caption = f"norm(result - float64) / norm(float64), lower is better\n{_setup(results, used)}"
+    return Picture(title, caption, tuple(values), _draw_errors)
+
+
+def _draw_errors(picture: Picture, theme: Theme):
+    labels = list(dict.fromkeys(value[1] for value in picture.values))
+    figure, panels = _figure(1, 2, 1.9 + 0.24 * len(labels), sharex=True, sharey=True)
+    titles = {"forward": "Forward: output", "training": "Training step: tensor of the largest ratio"}
+    for panel, (mode, title) in zip(panels[0], titles.items(), strict=True):
+        found = [value for value in picture.values if value[0] == mode]
+        places = [labels.index(value[1]) for value in found]
+        ours, torch = ([value[place] for value in found] for place in (3, 4))
+        panel.hlines(places, ours, torch, color=theme.faint, linewidth=2, zorder=1)
+        panel.scatter(torch, places, s=38, color=theme.second, marker="s", label="PyTorch")
+        panel.scatter(ours, places, s=34, color=theme.ours, label="normfuse")
+        if mode == "training":
+            for place, value in zip(places, found, strict=True):
+                at = (max(value[3:]), place)
+                panel.annotate(value[2], at, (7, 0), textcoords="offset points", va="center", fontsize=8)
+        panel.set_title(title)
         panel.set_xscale("log")
-        panel.set_xlim(min(errors) / 2, max(errors) * 8)  # room for names
-        panel.xaxis.set_major_locator(LogLocator())
-        panel.xaxis.set_minor_locator(NullLocator())
-    handles, names = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=len(handles))
-    _caption(figure, cells, "Errors against float64 (lower is better)")
+        panel.set_yticks(range(len(labels)), labels)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(axis="x", color=theme.faint, linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    panels[0, 0].invert_yaxis()
+    errors = [error for value in picture.values for error in value[3:]]
+    panels[0, 0].set_xlim(min(errors) / 3, max(errors) * 60)  # room for the tensors' names
+    panels[0, 0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
     return figure
 
 
-def _blocks(cells: Iterable[CellResult]) -> dict[tuple[str, str], list[CellResult]]:
-    """By product and shape."""
-    blocks: dict[tuple[str, str], list[CellResult]] = {}
-    for cell in cells:
-        blocks.setdefault((cell.key.product, cell.key.shape), []).append(cell)
-    return blocks
+# Growth over batch and features
 
 
-def _two_columns(blocks: dict[tuple[str, str], list[CellResult]], height: float):
-    """A figure with a pair of panels a block, a place a label of its cells, each as high as this, in inches."""
-    heights = [len(_labels(block)) for block in blocks.values()]
-    figure, panels = pyplot.subplots(
-        len(blocks),
-        2,
-        figsize=(12, 1.4 + height * sum(heights) + 0.9 * len(blocks)),
-        height_ratios=heights,
-        sharey="row",
-        squeeze=False,
-        layout="constrained",
-    )
-    for ((_, shape), block), pair in zip(blocks.items(), panels, strict=True):
-        labels = _labels(block)
-        pair[0].set_yticks(range(len(labels)), labels)
-        pair[0].set_ylabel(shape)
-        pair[0].set_ylim(len(labels) - 0.4, -0.6)
-        for panel in pair:
-            panel.spines[["top", "right"]].set_visible(False)
-    figure.align_ylabels(panels[:, 0])
-    return figure, panels
+def _growth(results: DeviceResults, mode: str) -> Picture | None:
+    found = [(row, closest[1]) for row in results.grid if row.mode == mode and (closest := row.closest())]
+    values = tuple((row.setting, row.chain, *GRID[row.shape], round(ratio, 2)) for row, ratio in found)
+    if not values:
+        return None
+    faster = sum(value[-1] <= 1 for value in values)
+    title = f"{_MODE_TITLES[mode]}: as fast as PyTorch or faster at {faster} of {len(values)} sizes"
+    caption = "Time over the best of eager PyTorch and torch.compile; below 1 (blue), normfuse is faster\n"
+    return Picture(title, caption + _setup(results, (row for row, _ in found)), values, _draw_growth)
 
 
-def _draw_bars(panel: Axes, cells: list[CellResult], labels: list[str], peers: list[str]) -> None:
-    height = 0.8 / len(peers)
-    for index, peer in enumerate(peers):
-        name, colour = _PEERS[peer]
-        bars = [(labels.index(cell.key.label), _ratio(cell, peer)) for cell in cells]
-        bars = [(place, ratio) for place, ratio in bars if ratio is not None]
-        places = [place + (index - (len(peers) - 1) / 2) * height for place, _ in bars]
-        drawn = panel.barh(places, [ratio for _, ratio in bars], height, color=colour, label=name)
-        if peer == OURS:
-            legible = [withStroke(linewidth=2, foreground="white")]  # over the line at 1
-            panel.bar_label(drawn, fmt="%.2f", padding=2, fontsize=8, path_effects=legible)
-    panel.axvline(1.0, color="black", linewidth=1)
+def _draw_growth(picture: Picture, theme: Theme):
+    """A panel a dtype and chain; batches down, features across, a number a size."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    settings, chains = (list(dict.fromkeys(value[place] for value in picture.values)) for place in (0, 1))
+    figure, panels = _figure(len(settings), len(chains), 0.9 + 2.3 * len(settings), sharex=True, sharey=True)
+    colours = LinearSegmentedColormap.from_list("ratio", [theme.ours, theme.page, theme.slower])
+    for setting, row in zip(settings, panels, strict=True):
+        for chain, panel in zip(chains, row, strict=True):
+            ratios = {value[2:4]: value[4] for value in picture.values if value[:2] == (setting, chain)}
+            image = [
+                [math.log2(ratios.get((batch, size), math.nan)) for size in GRID_FEATURES] for batch in GRID_BATCHES
+            ]
+            panel.imshow(image, cmap=colours, vmin=-2, vmax=2, aspect="auto")
+            for (batch, size), ratio in ratios.items():
+                at = GRID_FEATURES.index(size), GRID_BATCHES.index(batch)
+                colour = theme.text if abs(math.log2(ratio)) < 1.3 else theme.page  # for contrast
+                panel.text(*at, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour)
+            panel.set_title(f"{chain} {setting}")
+            panel.set_xticks(range(len(GRID_FEATURES)), [f"{size // 1024}k" for size in GRID_FEATURES])
+            panel.set_yticks(range(len(GRID_BATCHES)), GRID_BATCHES)
+            panel.tick_params(length=0)
+            panel.spines[:].set_visible(False)
+        row[0].set_ylabel("batch")
+    for panel in panels[-1]:
+        panel.set_xlabel("features")
+    return figure
 
 
-def _draw_lines(panel: Axes, cells: list[CellResult]) -> None:
-    """A line over all batches of the grid, broken where a cell is missing."""
-    colours = matplotlib.colormaps["viridis"]
-    for index, size in enumerate(GRID_FEATURES):
-        of_size = [cell for cell in cells if GRID[cell.key.shape][1] == size]
-        points = {GRID[cell.key.shape][0]: cell.ours_to_best for cell in of_size if cell.ours_to_best is not None}
-        if points:
-            panel.plot(
-                GRID_BATCHES,
-                [points.get(batch, math.nan) for batch in GRID_BATCHES],
-                marker=_MARKERS[index],
-                markersize=5,
-                linewidth=1.5,
-                color=colours(0.9 * index / (len(GRID_FEATURES) - 1)),
-                label=_features(size),
-            )
-    panel.axhline(1.0, color="black", linewidth=1)
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_locator(FixedLocator(GRID_BATCHES))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda batch, _: f"{batch:.0f}"))
-    panel.set_yscale("log")
-    panel.grid(axis="y", linewidth=0.4, alpha=0.6)
-    panel.spines[["top", "right"]].set_visible(False)
+def _figure(rows: int, columns: int, height: float, **options):
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=(_WIDTH, height), squeeze=False, layout="constrained", **options)
 
 
-def _features(size: int) -> str:
-    return f"{size} features"
+def _png(picture: Picture, theme: Theme) -> bytes:
+    """The same bytes for the same picture and versions."""
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-def _ratio_ticks(panel: Axes) -> None:
-    """Plain numbers on a log scale, few enough to be read however much it spans."""
-    low, high = panel.get_ylim()
-    panel.yaxis.set_major_locator(LogLocator(subs=[1, 2, 5] if high / low > 8 else [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9]))
-    panel.yaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
-
-
-def _draw_points(panel: Axes, cells: list[CellResult], labels: list[str], with_names: bool) -> None:
-    """``with_names``: the tensor beside each pair of points."""
-    places = [labels.index(cell.key.label) for cell in cells]
-    series = ("error_torch", "PyTorch", "#999999", "s"), ("error_ours", *_PEERS[OURS], "o")
-    for name, label, colour, marker in series:
-        errors = [cell.value(OURS, name) for cell in cells]
-        panel.scatter(errors, places, s=36, color=colour, marker=marker, label=label, zorder=2)
-    for place, cell in zip(places, cells, strict=True):
-        pair = [cell.value(OURS, name) for name in ("error_ours", "error_torch")]
-        panel.plot(pair, [place, place], color="#cccccc", linewidth=1, zorder=1)
-        if with_names:
-            tensor = cell.value(OURS, "error_tensor") or ""
-            panel.annotate(tensor, (max(pair), place), (7, 0), textcoords="offset points", va="center", fontsize=8)
-    panel.grid(axis="x", linewidth=0.4, alpha=0.6)
-
-
-def _caption(figure: Figure, cells: list[CellResult], title: str) -> None:
-    """The title, and below it on what, with what and when the figures were measured."""
-    width = int(figure.get_figwidth() * 13)
-    lines = [line for part in describe(sources_of(cells)) for line in textwrap.wrap(part, width)]
-    figure.suptitle("\n".join([title, *lines]), fontsize=9)
-
-
-def _ratio(cell: CellResult, peer: str) -> float | None:
-    """The peer's time over the library product's."""
-    return cell.value(peer, "ratio")
-
-
-def _labels(cells: Iterable[CellResult]) -> list[str]:
-    return list(dict.fromkeys(cell.key.label for cell in cells))
-
-
-def _png(figure: Figure) -> bytes:
-    """The same bytes for the same picture: nothing says what drew it."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": None})
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = dict.fromkeys(names, theme.text)
+    style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.page)
+    style |= {"font.size": 9.5, "axes.titlesize": 10.5}
+    with matplotlib.rc_context(style):
+        figure = picture.draw(picture, theme)
+        figure.suptitle(picture.title, fontsize=11, fontweight="bold")
+        figure.supxlabel(picture.caption, fontsize=8.5)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": None, "Data": picture.digest})
+        pyplot.close(figure)
     return content.getvalue()

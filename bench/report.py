@@ -1,59 +1,128 @@
-"""``python -m bench report``: turn JSON results into tables and pictures. Needs neither torch nor the kernels."""
+"""``python -m bench report``: turn results into tables and pictures. Needs neither torch nor the kernels."""
 
+import csv
+import io
 import os
-import sys
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
-from autotune_configs.command_line import Parser, cannot_write
+from autotune_configs.command_line import Parser
 from autotune_configs.files import replace_file
-from bench.results import BadResult, read_all
+from bench import pictures
+from bench.markdown import write_page
+from bench.page_tables import fill_tables
+from bench.results import BadResult, DeviceResults, read_all
+from bench.schema import ROWS
 
 _ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "bench" / "results"
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page and its pictures; returns the exit status."""
+def main(arguments: list[str], prog: str) -> int:
+    """Write the page, the pictures and the tables in other pages; returns the exit status."""
     parser = Parser(
-        prog="bench report",
-        description="Turn results into a page of tables and into pictures, which are replaced. Where files share a "
-        "cell, the newest decides. Exit status: 0, or 2 for a bad argument, result or folder.",
+        prog=prog,
+        description="Turn results into a page of tables, benchmarks.md, and into pictures. In the repository, without "
+        "FILE or --page, its own results are taken, and the tables in README.md and docs/ are filled too; elsewhere "
+        "those of the current folder. Where files share a cell, the newest run decides. Exit status: 0, 1 if --check "
+        "finds something, 2 for a bad argument, result or folder.",
     )
-    parser.add_argument(
-        "json", type=Path, nargs="*", help="what python -m bench --json wrote; every JSON in --results where not given"
-    )
-    parser.add_argument(
-        "--results", type=Path, metavar="DIR", default=_ROOT / "bench" / "results", help="where the pictures go"
-    )
-    parser.add_argument(
-        "--docs", type=Path, metavar="FILE", default=_ROOT / "docs" / "benchmarks.md", help="the page to write"
-    )
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="what --output wrote; default: *.jsonl")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="the page to write; pictures go beside it")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all rows as one table instead")
+    parser.add_argument("--check", action="store_true", help="write nothing, and name what is not current")
     options = parser.parse_args(arguments)
-    paths = options.json or sorted(options.results.glob("*.json"))
+    in_repository = _RESULTS.is_dir() and not options.files and not options.page
+    folder = _RESULTS if _RESULTS.is_dir() and not options.files else Path()
+    paths = options.files or sorted(folder.glob("*.jsonl"))
     if not paths:
-        parser.error(f"no results in {options.results}")
+        parser.error(f"no results (*.jsonl) in {folder.resolve()}")
+    devices = read_all(paths)
+    if options.csv:
+        return _write({options.csv: flat_table(devices).encode()})
+    page = _ROOT / "docs" / "benchmarks.md" if in_repository else options.page or Path("benchmarks.md")
+    others = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))] if in_repository else []
+    texts = texts_of(devices, page, [other for other in others if other != page])
+    if options.check:
+        return _check(devices, page, texts)
+    return _write({path: text.encode() for path, text in texts.items()} | drawn(devices, page))
+
+
+def texts_of(devices: Sequence[DeviceResults], page: Path, others: Sequence[Path]) -> dict[Path, str]:
+    """The page, and the other pages with their tables filled."""
+    names = [name for device in devices for name in pictures.files_of(device)]
+    texts = {page: write_page(devices, picture_folder(page), page, names)}
+    return texts | {other: fill_tables(other.read_text(encoding="utf-8"), devices, other) for other in others}
+
+
+def picture_folder(page: Path) -> Path:
+    return page.parent / "pictures"
+
+
+def drawn(devices: Sequence[DeviceResults], page: Path) -> dict[Path, bytes]:
+    folder = picture_folder(page)
     try:
-        devices = read_all(paths)
-    except BadResult as error:
-        parser.error(str(error))
-    return _write(devices, options.results, options.docs)
+        return {folder / name: content for each in devices for name, content in pictures.draw_all(each).items()}
+    except ModuleNotFoundError as error:
+        raise BadResult(f'drawing needs {error.name}: pip install "normfuse[bench]"') from None
 
 
-def _write(devices, results: Path, page: Path) -> int:
-    """All is made before anything is written."""
-    from bench.markdown import write_page
-    from bench.pictures import draw_all
+def _check(devices: Sequence[DeviceResults], page: Path, texts: dict[Path, str]) -> int:
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    stale += [path for device in devices for path in pictures.not_current(device, picture_folder(page))]
+    for path in stale:
+        print(f"{os.path.relpath(path)} is not current: run the report")
+    return int(bool(stale))
 
-    pictures = {name: content for device in devices for name, content in draw_all(device).items()}
-    text = write_page(devices, results, page, pictures)
-    files = {results / name: content for name, content in pictures.items()} | {page: text.encode()}
+
+def _write(files: dict[Path, bytes]) -> int:
+    """All is made before anything is written. What is current is left alone."""
     for path, content in files.items():
         try:
-            replace_file(path, content)
+            if not path.is_file() or path.read_bytes() != content:
+                replace_file(path, content)
+                print(f"wrote {os.path.relpath(path)}")
         except OSError as error:
-            return cannot_write("bench report", path, error)
-        print(f"wrote {os.path.relpath(path)}")
+            raise BadResult(f"cannot write {path}: {error.strerror}") from None
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def flat_table(devices: Sequence[DeviceResults]) -> str:
+    """All rows of all experiments as CSV; a row of several peers or calls becomes several lines."""
+    lines = [
+        {"experiment": experiment, "device": device.device} | line
+        for device in devices
+        for experiment in ROWS
+        for row in getattr(device, experiment)
+        for line in _lines(row)
+    ]
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    content = io.StringIO()
+    writer = csv.DictWriter(content, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return content.getvalue()
+
+
+def _lines(row: Any) -> list[dict]:
+    flat = _flat(row, "")
+    for name in ("peers", "calls"):
+        if by_name := getattr(row, name, None):
+            return [flat | {name.removesuffix("s"): each} | _flat(part, "") for each, part in by_name.items()]
+    return [flat]
+
+
+def _flat(value: Any, name: str) -> dict:
+    """Fields by name, with nested names joined by dots; None is left out."""
+    if is_dataclass(value):
+        parts = {each.name: getattr(value, each.name) for each in fields(value) if each.name not in ("peers", "calls")}
+    elif isinstance(value, dict):
+        parts = value
+    elif isinstance(value, tuple):
+        parts = dict(zip(("ours", "torch"), value, strict=True))
+    else:
+        return {} if value is None else {name: " ".join(value) if isinstance(value, list) else value}
+    named = ((f"{name}.{part}" if name else part, each) for part, each in parts.items())
+    return {key: flat for part, each in named for key, flat in _flat(each, part).items()}

@@ -1,26 +1,22 @@
-"""The run: every cell checked, warmed up, timed and reported."""
+"""The run of ``python -m bench``: every cell is checked, and timed on a GPU."""
 
-import sys
+import contextlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from filelock import FileLock
 
-from autotune_configs.command_line import cannot_write
 from bench import tables
 from bench.cells import Cell, Problem, make_problem
 from bench.checking import check
-from bench.device import NO_GPU
-from bench.device import header as make_header
-from bench.measurement import Measurement
-from bench.peers import LIBRARY, OURS, bind_ours, bind_reference, make_call, measure_memory
-from bench.rows import write_json
-from bench.timing import time_host, time_rounds, warm_up
-from bench.turns import turn
-
-_WIDTH_WHEN_NO_TERMINAL = 200
+from bench.peers import bind_ours, bind_reference, make_call, measure_memory
+from bench.recording import Recording, reason
+from bench.results import BadResult
+from bench.schema import BARE, OURS, Errors, PeerTimes, TimesRow
+from bench.timing import median_ratio, time_host, time_rounds, warm_up
 
 
 def run(
@@ -28,91 +24,89 @@ def run(
     peers: list[str],
     rounds: int,
     device: torch.device,
-    json_path: Path | None,
+    output: Path | None,
     turns: Path | None = None,
 ) -> int:
     """Measure the cells and print what was found; returns the exit status, 1 if a check is red.
 
-    ``turns`` is the file whose lock is held to check and time: see ``bench.turns``.
+    ``turns`` is the file whose lock is held to check and time, so that processes that share a GPU compile side by side.
     """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL)
-    header = make_header(device)
-    measurements: list[Measurement] = []
-
-    def save():
-        write_json(json_path, header, [row for entry in measurements for row in entry.rows(peers)])
-
+    on_gpu = device.type == "cuda"
+    turn = FileLock(turns) if turns else contextlib.nullcontext()
     try:
-        save()
-    except OSError as error:
-        return cannot_write("bench", json_path, error)
-    try:
-        with turn(turns):
+        with turn:
             pass
     except OSError as error:
-        return cannot_write("bench", turns, error)
-    console.print(escape(", ".join(f"{name} {value}" for name, value in header.items() if value)))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(cells))
-            for cell in cells:
-                progress.update(task, description=str(cell))
-                measurements.append(_measure(cell, peers, rounds, device, turns))
-                save()
-                progress.console.print(tables.summary(measurements[-1]))
-                progress.advance(task)
-    finally:
-        if measurements:
-            console.print(tables.error_table(measurements), tables.time_table(measurements, peers))
-            console.print(*map(escape, tables.failures(measurements)), sep="\n", highlight=False)
-        if device.type != "cuda":
-            console.print(NO_GPU)
-    return int(any(measurement.is_red for measurement in measurements))
+        raise BadResult(f"cannot write {turns}: {error.strerror}") from None
+
+    def shown(rows: Sequence[TimesRow]) -> list:
+        times = [tables.time_table(rows, peers)] if on_gpu else []
+        return [tables.error_table(rows), *times, *tables.failures(rows)]
+
+    with Recording(output, "times", device, shown, len(cells)) as recording:
+        for cell in cells:
+            recording.begin(cell)
+            row = measure(cell, peers, rounds, device, turn)
+            recording.add(row)
+            recording.say(tables.summary(row), "red" if row.red else None)
+    return int(any(row.red for row in recording.rows))
 
 
-def _measure(cell: Cell, peers: list[str], rounds: int, device: torch.device, turns: Path | None) -> Measurement:
+def measure(
+    cell: Cell, peers: Sequence[str], rounds: int, device: torch.device, turn: contextlib.AbstractContextManager
+) -> TimesRow:
+    """The row of a cell. Nothing is timed without a GPU, nor where the check is red."""
     torch._dynamo.reset()
-    measurement = Measurement(cell)
+    row = TimesRow(**cell.identity)
     with cell.chain.float32_precision(cell.precision):
         try:
             problem = make_problem(cell, device)
-            with turn(turns):
-                measurement.check = check(cell, problem, bind_ours(cell), bind_reference(cell))
+            with turn:
+                checked = check(cell, problem, bind_ours(cell), bind_reference(cell))
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
-            measurement.failures[OURS] = _reason(error)
-        if not measurement.is_red:
-            torch.cuda.empty_cache()  # what float64 took, which libraries could want for workspaces
-            _time(measurement, problem, peers, rounds, device, turns)
-    return measurement
+            return replace(row, red=True, peers={OURS: PeerTimes(failure=reason(error))})
+        errors: Errors = {each.tensor: (each.ours, each.torch) for each in checked.comparisons}
+        row = replace(row, errors=errors, away_from_jumps=checked.away_from_jumps, red=checked.is_red)
+        if row.red or device.type != "cuda":
+            return row
+        torch.cuda.empty_cache()  # what float64 took, which cuBLAS and cuDNN could want for workspaces
+        return replace(row, **time_peers(cell, problem, (OURS, *peers), rounds, device, turn))
 
 
-def _time(
-    measurement: Measurement,
+def time_peers(
+    cell: Cell,
     problem: Problem,
-    peers: list[str],
+    peers: Sequence[str],
     rounds: int,
     device: torch.device,
-    turns: Path | None = None,
-) -> None:
-    calls = {}
-    for peer in (OURS, *peers):
+    turn: contextlib.AbstractContextManager,
+) -> dict:
+    """What a row says of times: of every peer, or of the failures alone where ours is one of them."""
+    failures, memory, calls = {}, {}, {}
+    for peer in peers:
         try:
-            call = make_call(peer, measurement.cell, problem)
-            warm_up(call, device)
-            if device.type == "cuda" and measurement.cell.mode == "training" and peer != LIBRARY:
-                measurement.memory[peer] = measure_memory(call)
+            call = make_call(peer, cell, problem)
+            warm_up(call)
+            if cell.mode == "training" and peer != BARE:
+                memory[peer] = measure_memory(call) / 1e6
         except Exception as error:  # so may a compiler, and then the others are still timed
-            measurement.failures[peer] = _reason(error)
+            failures[peer] = reason(error)
         else:
             calls[peer] = call
-    if OURS in calls:
-        with turn(turns):
-            measurement.times = time_rounds(calls, rounds, device)
-            if device.type == "cuda":
-                measurement.host_times = time_host(calls, torch.cuda.synchronize)
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if OURS in failures:
+        return {"red": True, "peers": {peer: PeerTimes(failure=text) for peer, text in failures.items()}}
+    with turn:
+        times = time_rounds(calls, rounds, device)
+        host_times = time_host(calls, torch.cuda.synchronize)
+    found = {
+        peer: PeerTimes(
+            us=statistics.median(times[peer]),
+            ours_over=None if peer == OURS else median_ratio(times, OURS, peer),
+            host_us=host_times[peer],
+            added_mb=memory.get(peer),
+        )
+        if peer in calls
+        else PeerTimes(failure=failures[peer])
+        for peer in peers
+    }
+    return {"rounds": rounds, "peers": found}

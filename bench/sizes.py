@@ -1,11 +1,10 @@
-"""The sizes that are measured where no others are asked for, as numbers alone."""
+"""The sizes that are measured by default, as numbers alone."""
 
-#: Shapes by what the chain begins with, as they are written: on a GPU, and in the interpreter, where times mean
-#: nothing.
+#: Shapes by what the chain begins with: on a GPU, and in Triton's interpreter.
 TARGET = {"GEMM": "1024x8192x8192", "convolution": "128x64x64x256x256x3"}
 SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3"}
 
-#: The growth grid: every batch with every number of features, in_features = out_features.
+#: The growth grid: every batch with every number of features. in_features and out_features are equal.
 GRID_BATCHES = (1, 16, 64, 256, 1024, 4096)
 GRID_FEATURES = (1024, 2048, 4096, 8192, 16384)
 GRID_DTYPES = ("bfloat16", "float32")

@@ -1,32 +1,32 @@
-"""How long calls take: peers in turn within each round, so that a device that slows as it warms slows for all."""
+"""How long calls take on a GPU. Peers are timed interleaved, which cancels thermal drift."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from bench.chain import Call
 
 WARM_UP_CALLS = 3
-#: More than any L2 cache holds: writing it leaves nothing of the inputs there.
-_FLUSH_BYTES = 256 * 1024 * 1024
-#: How long the device first waits, in cycles: some milliseconds, in which the host queues the call.
+#: More than any L2 cache holds. Writing it evicts the inputs.
+FLUSH_BYTES = 256 * 1024 * 1024
+#: Cycles that the device waits at first, some milliseconds. The host queues the call meanwhile.
 _FIRST_WAIT = 5_000_000
-#: A call that is still not queued after this long waits for the device itself, and is timed with its gaps.
+#: The longest wait, in cycles. A call that takes longer to queue synchronises with the device, and is timed with gaps.
 _LONGEST_WAIT = 80_000_000
-#: Calls that the host queues in a row while its time is taken: so few that even a hundred kernels a call fill no more
-#: than half of the 1024 places in the launch queue. Were it full, the host would wait for the device.
+#: Calls that the host queues in a row while its time is taken. The launch queue holds 1024 kernels, and the host waits
+#: for the device when it is full. These calls fill half of it, at a hundred kernels a call.
 BURST_CALLS = 5
-#: Bursts of every peer, fewer where the device needs longer than this for all of them.
+#: Bursts of every peer: at most, at least, and the seconds after which no more are begun.
 _BURSTS, _FEWEST_BURSTS, _BURSTS_SECONDS = 20, 3, 2.0
 
 
 class _DeviceClock:
-    """Times one call on the device alone: queued while the device waits, started with a cold L2 cache."""
+    """Times one call on the device alone. It is queued while the device waits, and starts with a cold L2 cache."""
 
     def __init__(self, device: torch.device):
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._waits: dict[Call, int] = {}
 
@@ -45,26 +45,16 @@ class _DeviceClock:
             self._waits[call] = 2 * wait
 
 
-class _HostClock:
-    """Times one call by the host's clock."""
-
-    def microseconds(self, call: Call) -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e6
-
-
-def warm_up(call: Call, device: torch.device) -> None:
+def warm_up(call: Call) -> None:
     """Compile, tune and allocate ahead of the first timed call."""
-    for _ in range(WARM_UP_CALLS if device.type == "cuda" else 1):
+    for _ in range(WARM_UP_CALLS):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
 
 
 def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Microseconds of every call in every round; each round starts with another call: none has a fixed place."""
-    clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
+    """Microseconds of every call in every round. Each round starts with another call: none has a fixed place."""
+    clock = _DeviceClock(device)
     peers = list(calls)
     times: dict[str, list[float]] = {peer: [] for peer in peers}
     for number in range(rounds):
@@ -79,8 +69,8 @@ def time_host(
 ) -> dict[str, float]:
     """Microseconds that the host needs to queue one call, by peer: the median over bursts of calls.
 
-    The device is idle as a burst begins and is not waited for within it, so however long it works does not count.
-    ``clock`` tells the time in seconds.
+    The device is idle when a burst begins, and the host does not wait for it within a burst, so the device's own time
+    does not count. ``clock`` tells the time in seconds.
     """
     bursts: dict[str, list[float]] = {peer: [] for peer in calls}
     begin = clock()
@@ -95,3 +85,8 @@ def time_host(
             bursts[peer].append((clock() - start) / BURST_CALLS * 1e6)
     synchronize()
     return {peer: statistics.median(times) for peer, times in bursts.items()}
+
+
+def median_ratio(times: Mapping[str, Sequence[float]], one: str, other: str) -> float:
+    """The median over the rounds of the one's time over the other's in the same round."""
+    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))

@@ -2,57 +2,57 @@
 
 import json
 
-HEADER = {
-    "device": "NVIDIA H200",
+RUN = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "a" * 40,
     "driver": "580",
     "torch": "2.11",
     "triton": "3.6",
-    "date": "2026-01-02T03:04:05+00:00",
-    "commit": "a" * 40,
 }
+DEVICE = "NVIDIA H200"
 TARGET = "1024x8192x8192"
 CONVOLUTION = "128x64x64x256x256x3"
 
 
-def header(**others):
-    return HEADER | others
+def header(experiment="times", device=DEVICE):
+    return {"schema": 1, "experiment": experiment, "device": device}
+
+
+def cell(chain="L94", shape=TARGET, mode="forward", **others):
+    """What identifies a row."""
+    product = "convolution" if chain == "L19" else "GEMM"
+    return {"chain": chain, "product": product, "shape": shape, "dtype": "bfloat16", "mode": mode} | others
 
 
 def rows(chain="L94", shape=TARGET, ours_us=100.0, peers=None, modes=("forward", "training"), **others):
-    """A row for ours and each peer, by their microseconds, in both modes; training takes twice as long."""
-    peers = {"library": 80.0, "eager": 200.0} if peers is None else peers
-    row = {"chain": chain, "dtype": "bfloat16", "precision": None, "shape": shape, "rounds": 20, "red": False}
-    row |= {"error_ours": 1e-3, "error_torch": 2e-3, "error_tensor": "output", "errors": {"output": [1e-3, 2e-3]}}
+    """A row for each mode: ours and each peer, by their microseconds; training takes twice as long."""
+    peers = {"bare": 80.0, "eager": 200.0} if peers is None else peers
     return [
-        row
+        cell(chain, shape, mode, errors={"output": [1e-3, 2e-3]}, rounds=20)
         | {
-            "mode": mode,
-            "peer": peer,
-            "median_us": time and time * factor,
-            "ratio": time and peers.get("library") and time / peers["library"],
-            "ours_to_peer": time and ours_us / time,
+            "peers": {"ours": {"us": ours_us * factor}}
+            | {peer: {"us": time * factor, "ours_over": ours_us / time} for peer, time in peers.items()}
         }
         | others
         for mode, factor in (("forward", 1), ("training", 2))
         if mode in modes
-        for peer, time in {"ours": ours_us, **peers}.items()
     ]
 
 
+def red(chain="L94", shape=TARGET, mode="forward"):
+    return cell(chain, shape, mode, red=True, peers={"ours": {"failure": "no"}})
+
+
 def first_call(chain="L94", **others):
-    row = {"kind": "first_call", "chain": chain, "dtype": "bfloat16", "precision": None, "mode": "forward"}
-    row |= {"shape": TARGET, "memory_format": None, "product": "GEMM", "failure": None}
-    row |= {
-        "import_s": 0.75,
-        "first_call_s": 3.25,
-        "kernels_compiled": 4,
-        "kernels_not_run": [],
-        "later_call_us": 199.6,
-    }
-    return row | others
+    row = {"import_s": 0.75, "first_call_s": 3.25, "kernels": ["a", "b"], "kernels_not_run": [], "later_call_us": 199.6}
+    return cell(chain) | row | others
 
 
-def write(path, rows, **others):
-    """A file of these rows, with this in its header; returns its path."""
-    path.write_text(json.dumps({"header": header(**others), "rows": rows}))
+def lines(*parts):
+    return "".join(json.dumps(part) + "\n" for part in parts)
+
+
+def write(path, rows, experiment="times", device=DEVICE, **run):
+    """A file of these rows, with this in their run; returns its path."""
+    path.write_text(lines(header(experiment, device), {"run": RUN | run}, *rows))
     return path

@@ -1,13 +1,13 @@
 """``python -m bench captured``: which cells and calls, when results count as the same, which times make a row."""
 
-import json
-
 import pytest
 import torch
 
 from bench import captured
-from bench import rows as measured_rows
-from bench.captured import CALLS, COMPILED, EAGER, difference, main, make_cells, timed
+from bench.__main__ import main
+from bench.captured import CAPTURED, COMPILED, EAGER, difference, make_cells
+from bench.results import read_all
+from bench.schema import CallTimes, CapturedRow
 from tests.bench.refusals import assert_refused
 
 CPU = torch.device("cpu")
@@ -28,14 +28,6 @@ def test_cells():
     assert str(make_cells(["l75"], ["float16"], ["forward"], on_gpu=False)[0]) == "L75 float16 forward 8x64x64"
 
 
-def test_times():
-    """A ratio is of one round, since a device that warms slows for all."""
-    times = {EAGER: [10.0, 20.0, 40.0], COMPILED: [11.0, 20.0, 36.0]}
-    row = timed(times, {COMPILED: 7.0}, COMPILED)
-    assert row == {"median_us": 20.0, "ratio": 1.0, "host_us": 7.0, "rounds": 3}
-    assert timed(times, {}, EAGER) == {"median_us": 20.0, "ratio": 1.0, "host_us": None, "rounds": 3}
-
-
 def test_difference():
     expected = torch.full((4,), 100.0), torch.full((9,), 1.0)
     assert difference(expected, expected) is None
@@ -48,20 +40,16 @@ def test_difference():
 
 @pytest.mark.parametrize("mode", ["forward", "training"])
 def test_measure(mode):
-    """In the interpreter, where there are no graphs."""
+    """In the interpreter, where there are no graphs and nothing is timed."""
     (cell,) = make_cells(["l75"], ["bfloat16"], [mode], on_gpu=False)
-    rows = captured.measure(cell, 2, CPU)
-    assert [row["call"] for row in rows] == list(CALLS)[:2]
-    for row in rows:
-        assert (row["kind"], row["chain"], row["mode"], row["shape"]) == ("captured", "L75", mode, "8x64x64")
-        assert row["median_us"] > 0 and row["ratio"] > 0 and row["rounds"] == 2
-        assert row["host_us"] is None and row["failure"] is None
-    assert rows[0]["ratio"] == 1.0
+    assert captured.measure(cell, 2, CPU) == CapturedRow(
+        **cell.identity, calls={EAGER: CallTimes(), COMPILED: CallTimes()}
+    )
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Stand for the cell's work: by name the output's value, or an error."""
+    """Replaces the calls: by name, the output's value or an error."""
     outputs = {}
 
     def make_call(name, cell, problem):
@@ -73,27 +61,51 @@ def calls(monkeypatch):
         return call
 
     monkeypatch.setattr(captured, "make_call", make_call)
-    monkeypatch.setattr(measured_rows, "make_header", lambda device: {"device": "none", "date": "2026-01-02"})
-    monkeypatch.setattr(captured, "has_gpu", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return outputs
 
 
-def rows_of(path):
-    return {row["call"]: row for row in json.loads(path.read_text())["rows"]}
+def test_times(calls, monkeypatch):
+    """On a GPU. Ratios are taken within a round. A call whose result is wrong is not timed."""
+    calls.update({EAGER: 1.0, COMPILED: 1.0, CAPTURED: 2.0})
+    times = {EAGER: [10.0, 20.0, 40.0], COMPILED: [11.0, 20.0, 36.0]}
+
+    def time_rounds(calls, rounds, device):
+        assert (list(calls), rounds, device.type) == ([EAGER, COMPILED], 3, "cuda")
+        return times
+
+    monkeypatch.setattr(captured, "make_problem", lambda cell, device: None)
+    monkeypatch.setattr(captured, "warm_up", lambda call: call())
+    monkeypatch.setattr(captured, "time_rounds", time_rounds)
+    monkeypatch.setattr(captured, "time_host", lambda calls, synchronize: {EAGER: 5.0, COMPILED: 7.0})
+    (cell,) = make_cells(["l94"], ["bfloat16"], ["forward"], on_gpu=True)
+    row = captured.measure(cell, 3, torch.device("cuda"))
+    assert row.rounds == 3
+    assert row.calls == {
+        EAGER: CallTimes(us=20.0, host_us=5.0),
+        COMPILED: CallTimes(us=20.0, over_eager=1.0, host_us=7.0),
+        CAPTURED: CallTimes(failure="the output differs from the eager call's by 1.73e+00 of 1.73e+00"),
+    }
 
 
-ONE = ["--chains", "l94", "--dtypes", "float32", "--modes", "forward"]
+ONE = ["captured", "--chains", "l94", "--dtypes", "float32", "--modes", "forward"]
+
+
+def calls_of(path):
+    """What the file's only row says of each call."""
+    (row,) = read_all([path])[0].captured
+    return row.calls
 
 
 def test_run(calls, tmp_path, capsys):
+    """Without a GPU, results are compared, and there is no table of times."""
     calls.update({EAGER: 1.0, COMPILED: 1.0})
-    path = tmp_path / "rows.json"
-    assert main([*ONE, "--rounds", "3", "--json", str(path)]) == 0
-    rows = rows_of(path)
-    assert list(rows) == [EAGER, COMPILED] and rows[COMPILED]["rounds"] == 3
+    path = tmp_path / "rows.jsonl"
+    assert main([*ONE, "--output", str(path)]) == 0
+    assert calls_of(path) == {EAGER: CallTimes(), COMPILED: CallTimes()}
     output = capsys.readouterr().out
-    assert "L94 float32 highest forward 8x64x64 compile: " in output and "The times above mean nothing" in output
+    assert "L94 float32 highest forward 8x64x64 compile: right" in output and output.endswith("Times need a GPU.\n")
+    assert "µs" not in output
 
 
 @pytest.mark.parametrize(
@@ -105,28 +117,26 @@ def test_run(calls, tmp_path, capsys):
     ids=["another result", "an error"],
 )
 def test_failure_of_one(calls, compiled, failure, tmp_path, capsys):
-    """The others are still timed, and the exit status says it."""
+    """The exit status is 1."""
     calls.update({EAGER: 1.0, COMPILED: compiled})
-    path = tmp_path / "rows.json"
-    assert main([*ONE, "--json", str(path)]) == 1
-    rows = rows_of(path)
-    assert rows[EAGER]["failure"] is None and rows[EAGER]["median_us"] > 0
-    assert rows[COMPILED]["failure"] == failure and rows[COMPILED]["median_us"] is None
+    path = tmp_path / "rows.jsonl"
+    assert main([*ONE, "--output", str(path)]) == 1
+    assert calls_of(path) == {EAGER: CallTimes(), COMPILED: CallTimes(failure=failure)}
     assert f"compile: failed: {failure}" in capsys.readouterr().out
 
 
 def test_failure_of_the_eager_call(calls, tmp_path):
     calls.update({EAGER: ValueError("none"), COMPILED: 1.0})
-    path = tmp_path / "rows.json"
-    assert main([*ONE, "--json", str(path)]) == 1
-    assert {row["failure"] for row in rows_of(path).values()} == {"ValueError: none"}
+    path = tmp_path / "rows.jsonl"
+    assert main([*ONE, "--output", str(path)]) == 1
+    assert calls_of(path) == {EAGER: CallTimes(failure="ValueError: none")}
 
 
-def test_table_marks_what_is_slower(calls, capsys):
-    row = {"chain": "L94", "dtype": "float32", "precision": None, "mode": "forward", "shape": "8x64x64"}
-    row |= {"memory_format": None, "median_us": 5.4, "host_us": 3.0, "failure": None}
-    rows = [{**row, "call": EAGER, "ratio": 1.0}, {**row, "call": COMPILED, "ratio": 1.03}]
-    assert [line.style for line in captured.table(rows).rows] == [None, "red"]
+def test_table_marks_what_is_slower():
+    calls = {EAGER: CallTimes(5.4, None, 3.0), COMPILED: CallTimes(5.6, 1.03, 3.0), CAPTURED: CallTimes(failure="no")}
+    (cell,) = make_cells(["l94"], ["float32"], ["forward"], on_gpu=False)
+    (table,) = captured.show([CapturedRow(**cell.identity, rounds=1, calls=calls)])
+    assert [line.style for line in table.rows] == [None, "red", "red"]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +149,4 @@ def test_table_marks_what_is_slower(calls, capsys):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    assert_refused(main, arguments, named, "bench captured", capsys)
-
-
-def test_unwritable_json(calls, tmp_path, capsys):
-    """Known before anything is measured."""
-    assert main([*ONE, "--json", str(tmp_path)]) == 2
-    output, errors = capsys.readouterr()
-    assert errors == f"bench captured: cannot write {tmp_path}: Is a directory\n" and not output
+    assert_refused(main, ["captured", *arguments], named, "python -m bench captured", capsys)

@@ -65,7 +65,7 @@ def test_float64_in_parts(cell, monkeypatch):
 @pytest.mark.parametrize("sample", [0, 2, -1])
 @pytest.mark.parametrize("wrong", [2.0, torch.nan])
 def test_one_wrong_element_of_the_output(sample, wrong, monkeypatch):
-    """In whichever part it lies."""
+    """A wrong sample is seen in every part."""
 
     def ours(tensors):
         output = l19(tensors)
@@ -99,7 +99,7 @@ def test_wrong_shape():
 
 
 def test_float64_goes_without_cudnn():
-    """What judges shares no convolution with what is judged; the setting is put back."""
+    """The float64 convolution does not use cuDNN. The setting is restored."""
     seen = set()
 
     def watched(tensors):

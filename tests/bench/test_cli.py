@@ -1,6 +1,5 @@
 """The command line of the bench: what it refuses, and what a run without a GPU prints, writes and returns."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
+from bench.results import read_all
 from tests.bench.refusals import assert_refused
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ ONE_CELL = ["--chains", "l75", "--dtypes", "float32", "--precisions", "highest",
 
 
 def python(*arguments, check=True):
-    """Run it as a user without a GPU would."""
+    """Run Python as a user without a GPU does."""
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -38,7 +38,7 @@ def python(*arguments, check=True):
         (["--dtypes", "int8"], "--dtypes: 'int8' is not one of bfloat16, float16, float32"),
         (["--precisions", "low"], "--precisions: 'low' is not one of highest, high, medium"),
         (["--modes", "backward"], "--modes: 'backward' is not one of forward, training"),
-        (["--peers", "jax"], "--peers: 'jax' is not one of library, eager, compile, compile-max"),
+        (["--peers", "jax"], "--peers: 'jax' is not one of bare, eager, compile, compile-max"),
         (["--shapes", "8x64"], "--shapes: '8x64' is not batch x in_features x out_features"),
         (["--shapes", "8x64x64,0x64x64"], "--shapes: '0x64x64' is not batch x"),
         (["--shapes", "8x64x-64"], "--shapes: '8x64x-64' is not batch x"),
@@ -59,79 +59,98 @@ def python(*arguments, check=True):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    assert_refused(main, arguments, named, "bench", capsys)
+    assert_refused(main, arguments, named, "python -m bench", capsys)
 
 
 def test_bad_argument_of_the_module():
     result = python("-m", "bench", "--rounds", "many", check=False)
     assert result.returncode == 2
-    assert result.stderr == "bench: argument --rounds: 'many' is not a positive integer\n"
+    assert result.stderr == "python -m bench: argument --rounds: 'many' is not a positive integer\n"
     assert not result.stdout
 
 
-def test_unwritable_json(tmp_path):
-    """Known before anything is measured."""
+#: What each command needs to be short.
+COMMANDS = {
+    "": ONE_CELL,
+    "captured": ["--chains", "l75", "--dtypes", "float32"],
+    "tensor-parallel": ["--chains", "l75"],
+}
+
+
+def test_help():
+    """No help text shows an empty default."""
+    for command in ("", "captured", "first-call", "merge", "report", "tensor-parallel"):
+        result = python("-m", "bench", *command.split(), "--help")
+        assert result.stdout.startswith(f"usage: python -m bench {command}".rstrip()), result.stdout
+        assert "default: None" not in result.stdout and "default: []" not in result.stdout
+
+
+def test_name_of_the_console_script():
+    program = "import sys; sys.argv = ['/bin/normfuse-bench', 'merge']; from bench.__main__ import main; main()"
+    result = python("-c", program, check=False)
+    assert result.stderr.startswith("normfuse-bench merge: the following arguments are required: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unwritable_output(command, tmp_path):
+    """It is refused before anything is measured. A folder is left alone."""
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "results.json"
-    result = python("-m", "bench", *ONE_CELL, "--json", path, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"bench: cannot write {path}: ") and result.stderr.count("\n") == 1
-    assert not result.stdout
-
-
-def test_json_that_is_a_folder_is_left_alone(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    result = python("-m", "bench", *ONE_CELL, "--json", folder, check=False)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [folder]
+    for path in (tmp_path / "file" / "rows.jsonl", folder):
+        result = python("-m", "bench", *command.split(), *COMMANDS[command], "--output", path, check=False)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1 and not result.stdout
+        assert result.stderr.startswith(f"python -m bench {command}".rstrip() + f": cannot write {path}: ")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file", folder] and not list(folder.iterdir())
+
+
+def test_unwritable_turns(tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "gpu0"
+    result = python("-m", "bench", *ONE_CELL, "--turns", path, check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and not result.stdout
+    assert result.stderr.startswith(f"python -m bench: cannot write {path}: ")
 
 
 def test_small_run(tmp_path):
-    """Both modes of one chain beside two peers: a table to read, the same as JSON, and what the times are worth."""
-    path = tmp_path / "new" / "results.json"
-    result = python("-m", "bench", *ONE_CELL, "--peers", "library,eager", "--rounds", "3", "--json", path)
-    assert "The times above mean nothing" in result.stdout
-    assert "L75 float32 highest training 3x32x64" in result.stdout
-    assert "RED" not in result.stdout
-    content = json.loads(path.read_text())
-    assert "the times mean nothing" in content["header"]["device"]
-    rows = content["rows"]
-    assert [(row["mode"], row["peer"]) for row in rows] == [
-        (mode, peer) for mode in ("forward", "training") for peer in ("ours", "library", "eager")
-    ]
-    for row in rows:
-        assert (row["chain"], row["dtype"], row["precision"], row["shape"]) == ("L75", "float32", "highest", "3x32x64")
-        assert row["red"] is False and row["failure"] is None and row["rounds"] == 3
-        assert row["median_us"] > 0 and row["ratio"] > 0 and row["tflops"] > 0 and row["host_us"] is None
-        assert 0 < row["error_ours"] <= 1.1 * row["error_torch"] + 2e-7
+    """Both modes of one chain: the errors as a table and as rows, and no times."""
+    path = tmp_path / "new" / "results.jsonl"
+    result = python("-m", "bench", *ONE_CELL, "--turns", tmp_path / "gpu0", "--output", path)
+    assert "L75 float32 highest training 3x32x64" in result.stdout and "Errors against float64" in result.stdout
+    assert "RED" not in result.stdout and "µs" not in result.stdout
+    assert result.stdout.endswith("Times need a GPU.\n")
+    (results,) = read_all([path])
+    assert results.device == "CPU, Triton's interpreter"
+    forward, training = results.times
+    for row in (forward, training):
+        assert (row.chain, row.dtype, row.precision, row.shape) == ("L75", "float32", "highest", "3x32x64")
+        assert (row.red, row.rounds, row.peers) == (False, None, {})
+        assert all(0 < ours <= 1.1 * torch + 2e-7 for ours, torch in row.errors.values())
     tensors = {"output", "d_input", "d_weight", "d_linear_bias", "d_norm_weight", "d_norm_bias", "d_bias"}
-    assert set(rows[0]["errors"]) == {"output"} and set(rows[-1]["errors"]) == tensors
-    assert [entry.name for entry in path.parent.iterdir()] == ["results.json"]
+    assert set(forward.errors) == {"output"} and set(training.errors) == tensors
+    assert [entry.name for entry in path.parent.iterdir()] == ["results.jsonl"]
 
 
 def test_small_run_of_the_convolution(tmp_path):
-    """Both memory formats, each beside peers in the same one; the linear chains' options pass it by."""
-    path = tmp_path / "results.json"
+    """Both memory formats. The options of the Linear chains have no effect."""
+    path = tmp_path / "results.jsonl"
     arguments = ["--chains", "l19", "--dtypes", "float32,bfloat16", "--precisions", "highest,high,medium"]
-    arguments += ["--convolution-shapes", "2x8x16x4x5x3", "--peers", "library,eager", "--json", path]
+    arguments += ["--convolution-shapes", "2x8x16x4x5x3", "--output", path]
     result = python("-m", "bench", *arguments)
     assert "L19 float32 highest training 2x8x16x4x5x3 channels_last" in result.stdout
     assert "RED" not in result.stdout
-    rows = json.loads(path.read_text())["rows"]
-    cells = [(row["dtype"], row["precision"], row["mode"], row["memory_format"]) for row in rows[::3]]
-    assert cells == [
-        (dtype, precision, mode, memory_format)
-        for dtype, precision in (("float32", "highest"), ("float32", "high"), ("bfloat16", None))
+    rows = read_all([path])[0].times
+    assert {(row.setting, row.mode, row.memory_format) for row in rows} == {
+        (setting, mode, memory_format)
+        for setting in ("float32 highest", "float32 high", "bfloat16")
         for mode in ("forward", "training")
         for memory_format in ("contiguous", "channels_last")
-    ]
-    for row in rows:
-        assert (row["chain"], row["shape"], row["product"]) == ("L19", "2x8x16x4x5x3", "convolution")
-        assert (row["best_pytorch"], row["checked_samples"]) == ("eager", 2)
-        assert row["median_us"] > 0 and row["ratio"] > 0 and row["ours_to_best_pytorch"] > 0
+    }
+    assert len(rows) == 12
     tensors = {"output", "d_input", "d_weight", "d_conv_bias", "d_norm_weight", "d_norm_bias"}
-    assert set(rows[0]["errors"]) == {"output"} and set(rows[-1]["errors"]) == tensors
+    for row in rows:
+        assert (row.chain, row.shape, row.product) == ("L19", "2x8x16x4x5x3", "convolution")
+        assert set(row.errors) == (tensors if row.mode == "training" else {"output"})
 
 
 #: A chain that is 1% wrong.
@@ -142,6 +161,7 @@ import ops
 right = ops.linear_group_norm_min
 ops.linear_group_norm_min = lambda *arguments, **options: 1.01 * right(*arguments, **options)
 from bench.__main__ import main
+from bench.results import read_all
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -150,12 +170,15 @@ FAILING = WRONG.replace("1.01 *", "1 / 0 *")
 
 
 @pytest.mark.parametrize(
-    "program, reason", [(WRONG, "is off by"), (FAILING, "ZeroDivisionError")], ids=["wrong", "failing"]
+    "program, reason",
+    [(WRONG, "the error of output is "), (FAILING, "ZeroDivisionError")],
+    ids=["wrong", "failing"],
 )
-def test_no_times_on_a_red_check(program, reason, tmp_path):
-    path = tmp_path / "results.json"
-    result = python("-c", program, *ONE_CELL, "--modes", "forward", "--json", path, check=False)
+def test_red_check(program, reason, tmp_path):
+    """The exit status is 1, and the row is red."""
+    path = tmp_path / "results.jsonl"
+    result = python("-c", program, *ONE_CELL, "--modes", "forward", "--output", path, check=False)
     assert result.returncode == 1
     assert "RED, not timed" in result.stdout and reason in result.stdout
-    rows = json.loads(path.read_text())["rows"]
-    assert rows and all(row["red"] and row["median_us"] is None and row["ratio"] is None for row in rows)
+    (row,) = read_all([path])[0].times
+    assert row.red and row.us is None

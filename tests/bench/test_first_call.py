@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import first_call
-from bench import rows as measured_rows
+from bench import first_call, recording
 from bench.__main__ import main
+from bench.cells import make_cells
 from bench.first_call_process import compiled_kernels
-from bench.results import read_all
+from bench.results import now, read_all
+from bench.schema import FirstCallRow, Run
 from tests.bench.refusals import assert_refused
 
 ROOT = Path(__file__).parents[2]
@@ -30,23 +31,26 @@ def python(*arguments, **environment):
     )
 
 
-def test_one_chain(tmp_path):
-    """In the interpreter, where nothing is compiled; the report takes its rows."""
-    path = tmp_path / "first.json"
-    arguments = ("first-call", "--chains", "l75", "--dtypes", "bfloat16", "--json", path)
-    result = python("-m", "bench", *arguments, TRITON_INTERPRET="1")
+def test_process():
+    """The process itself, in the interpreter, where nothing is compiled. A row takes what it prints."""
+    arguments = ("-m", "bench.first_call_process", "l75", "bfloat16", "8x64x64", "cpu")
+    result = python(*arguments, TRITON_INTERPRET="1", TRITON_CACHE_DIR="/nonexistent")
     assert result.returncode == 0, result.stderr
-    assert "L75 bfloat16 8x64x64" in result.stdout and "The times above mean nothing" in result.stdout
-    (row,) = json.loads(path.read_text())["rows"]
-    assert (row["kind"], row["chain"], row["dtype"], row["shape"]) == ("first_call", "L75", "bfloat16", "8x64x64")
-    assert row["import_s"] > 0 and row["first_call_s"] > 0 and row["later_call_us"] > 0
-    assert (row["kernels_compiled"], row["kernels"], row["kernels_not_run"], row["failure"]) == (0, [], None, None)
-    (results,) = read_all([path])
-    assert [entry.key.label for entry in results.first_calls] == ["L75 bfloat16"]
+    (cell,) = make_cells(["l75"], ["bfloat16"], ["forward"], on_gpu=False)
+    row = FirstCallRow(**cell.identity, **json.loads(result.stdout))
+    assert row.import_s > 0 and row.first_call_s > 0 and row.later_call_us > 0
+    assert (row.kernels, row.kernels_not_run) == ([], None)
+
+
+def test_without_a_gpu(process, monkeypatch, capsys):
+    started = process()
+    monkeypatch.setattr(first_call, "has_gpu", lambda: False)
+    assert_refused(main, ["first-call"], "needs a GPU", "python -m bench first-call", capsys)
+    assert not started
 
 
 def test_kernels_are_not_imported_ahead():
-    """So the import that is timed is the first."""
+    """The import that is timed must be the first."""
     program = "import sys, bench.first_call_process; print(*sys.modules)"
     modules = set(python("-c", program).stdout.split())
     assert "torch" in modules and not {"ops", "triton_kernels", "triton"} & modules
@@ -54,7 +58,7 @@ def test_kernels_are_not_imported_ahead():
 
 @pytest.fixture
 def process(monkeypatch):
-    """Stands for the process that is started; returns what it was started with."""
+    """Replaces the process that is started, and returns what it was started with."""
     started = []
 
     def answer(returncode=0, stdout="", stderr=""):
@@ -69,46 +73,48 @@ def process(monkeypatch):
     return answer
 
 
-FOUND = {"import_s": 1.0, "first_call_s": 2.0, "kernels_compiled": 3, "kernels": ["a"] * 3, "kernels_not_run": ["a"]}
+FOUND = {"import_s": 1.0, "first_call_s": 2.0, "kernels": ["a"] * 3, "kernels_not_run": ["a"], "later_call_us": 5.4}
 
 
 def test_an_empty_cache_for_each(process):
-    started = process(stdout="noise\n" + json.dumps(FOUND | {"later_call_us": 5.0}) + "\n")
-    found = [first_call.measure(chain, "float16", torch.device("cuda")) for chain in ("l94", "l19")]
+    started = process(stdout="noise\n" + json.dumps(FOUND) + "\n")
+    found = [first_call.measure(cell) for cell in make_cells(["l94", "l19"], ["float32"], ["forward"], on_gpu=True)]
     assert [cache_is_new for _, _, cache_is_new in started] == [True, True]
     assert started[0][1] != started[1][1] and not started[0][1].exists()
     assert [command[3:] for command, _, _ in started] == [
-        ["l94", "float16", "1024x8192x8192", "cuda"],
-        ["l19", "float16", "128x64x64x256x256x3", "cuda"],
+        ["l94", "float32", "1024x8192x8192", "cuda"],
+        ["l19", "float32", "128x64x64x256x256x3", "cuda"],
     ]
-    assert [row["memory_format"] for row in found] == [None, "contiguous"]
-    assert found[0]["first_call_s"] == 2.0 and found[0]["later_call_us"] == 5.0 and found[0]["failure"] is None
+    assert [(row.memory_format, row.precision) for row in found] == [(None, None), ("contiguous", None)]
+    assert (found[0].first_call_s, found[0].later_call_us, found[0].failure) == (2.0, 5.4, None)
 
 
 @pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(measured_rows, "make_header", lambda device: {"device": "none", "date": "2026-01-02"})
+def gpu(monkeypatch):
+    """Pretends that there is a GPU."""
+    monkeypatch.setattr(first_call, "has_gpu", lambda: True)
+    monkeypatch.setattr(first_call, "device_to_measure", lambda: torch.device("cuda"))
+    monkeypatch.setattr(recording, "name_of", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(recording, "current_run", lambda device: Run(now()))
 
 
-def test_failure(process, without_gpu, tmp_path, capsys):
-    """Exit status 1, the reason in a row, and the others are still measured."""
+def test_failure(process, gpu, tmp_path, capsys):
+    """The exit status is 1, the row has the reason, and the others are still measured."""
     started = process(returncode=1, stderr="Traceback:\n  in a file\nValueError: [no] such thing\n")
-    path = tmp_path / "first.json"
-    assert main(["first-call", "--chains", "l94,l30", "--dtypes", "float32", "--json", str(path)]) == 1
-    rows = json.loads(path.read_text())["rows"]
+    path = tmp_path / "first.jsonl"
+    assert main(["first-call", "--chains", "l94,l30", "--dtypes", "float32", "--output", str(path)]) == 1
+    (found,) = read_all([path])
     assert len(started) == 2
-    assert [row["failure"] for row in rows] == ["ValueError: [no] such thing"] * 2
-    assert all(row["first_call_s"] is None for row in rows)
-    assert "L30 float32 8x64x64: failed: ValueError: [no] such thing" in capsys.readouterr().out
+    assert [(row.failure, row.first_call_s) for row in found.first_call] == [("ValueError: [no] such thing", None)] * 2
+    assert "L30 float32 forward 1024x8192x8192: failed: ValueError: [no] such thing" in capsys.readouterr().out
 
 
-def test_table(process, without_gpu, capsys):
-    process(stdout=json.dumps(FOUND | {"later_call_us": 5.4}))
+def test_table(process, gpu, capsys):
+    process(stdout=json.dumps(FOUND))
     assert main(["first-call", "--chains", "l94", "--dtypes", "float32"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "│ L94" in line)
     values = [value.strip() for value in line.strip("│").split("│")]
-    assert values == ["L94 float32 8x64x64", "1.00", "2.00", "3", "a", "5"]
+    assert values == ["L94 float32 forward 1024x8192x8192", "1.00", "2.00", "3", "a", "5"]
 
 
 @pytest.mark.parametrize(
@@ -121,16 +127,7 @@ def test_table(process, without_gpu, capsys):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    assert_refused(main, ["first-call", *arguments], named, "bench first-call", capsys)
-
-
-def test_unwritable_json(process, without_gpu, tmp_path, capsys):
-    """Known before anything is measured."""
-    started = process()
-    assert main(["first-call", "--json", str(tmp_path)]) == 2
-    output, errors = capsys.readouterr()
-    assert errors == f"bench first-call: cannot write {tmp_path}: Is a directory\n" and not output
-    assert not started
+    assert_refused(main, ["first-call", *arguments], named, "python -m bench first-call", capsys)
 
 
 def test_compiled_kernels(tmp_path):

@@ -1,4 +1,4 @@
-"""Which cells the bench's options stand for."""
+"""Which cells the options select."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from bench.linear_chains import LinearShape
 
 @pytest.fixture
 def cells(monkeypatch):
-    """The cells of a run with these arguments, which is not made."""
+    """The cells that these arguments select. Nothing is run."""
 
     def of(*arguments):
         seen = []
         monkeypatch.setattr("bench.run.run", lambda cells, *others: seen.extend(cells) or 0)
-        assert measure.main(list(arguments)) == 0
+        assert measure.main(list(arguments), "bench") == 0
         return seen
 
     return of

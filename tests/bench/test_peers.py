@@ -1,4 +1,4 @@
-"""What the bench makes of its peers: the memory of a training step."""
+"""The memory of a training step."""
 
 import torch
 
@@ -6,13 +6,11 @@ from bench.peers import measure_memory
 
 
 def test_memory(monkeypatch):
-    """Beyond what was there before: without the results, each storage counted once, and with them."""
+    """The peak minus what was allocated before and the results. Each storage counts once."""
     peak = iter([5000])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peak))
     output, gradients = torch.empty(100), torch.empty(2, 50)
-    memory = measure_memory(lambda: (output, (gradients[0], gradients[1])))
-    assert memory.with_results == 4000
-    assert memory.added == 4000 - 400 - 400
+    assert measure_memory(lambda: (output, (gradients[0], gradients[1]))) == 4000 - 400 - 400

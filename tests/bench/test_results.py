@@ -1,194 +1,243 @@
-"""Results read from files: which are the bench's, and which of several is taken."""
+"""Results files: what is written, what is refused, and which of several rows counts."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from bench.results import BadResult, describe, read, read_all, sources_of
-from tests.bench.result_files import CONVOLUTION, HEADER, TARGET, first_call, rows, write
+from bench.__main__ import main
+from bench.results import BadResult, Entry, lines_of, merge, newest, plain, read, read_all
+from bench.schema import SCHEMA, FirstCallRow, Header, PeerTimes, Run, TimesRow
+from tests.bench.result_files import CONVOLUTION, RUN, TARGET, cell, first_call, header, lines, rows, write
 
 ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "bench" / "results").glob("*"))
 LATER = {"date": "2026-01-02T03:30:00+00:00"}
+HEADER = Header(SCHEMA, "times", "NVIDIA H200")
 
 
-def cells(*paths):
+def times(*paths):
     (results,) = read_all(paths)
-    return results.cells
+    return results.times
 
 
-def test_rows_of_before(tmp_path):
-    """What the first results lack is None, and their product is the only one there was."""
-    (cell, _) = cells(write(tmp_path / "a.json", rows()))
-    assert cell.key.product == "GEMM" and cell.key.memory_format is None
-    assert cell.value("ours", "host_us") is None and cell.value("ours", "median_us") == 100.0
-    assert cell.value("compile", "median_us") is None
-    assert [cell.key.mode for cell in cells(tmp_path / "a.json")] == ["forward", "training"]
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_committed_results(path):
+    """They are what the bench would write, every field is known, and names say what was measured and on what."""
+    kept, entries = read(path)
+    assert path.read_bytes() == lines_of(kept, entries)
+    (results,) = read_all([path])
+    assert len(getattr(results, kept.experiment)) == len(entries) > 0
+    for row in getattr(results, kept.experiment):
+        again = {name: value for name, value in plain(row).items() if name != "run"}
+        assert again in [entry.row for entry in entries]
+    name, slug, suffix = path.name.split(".")
+    assert slug.startswith(results.slug) and suffix == "jsonl" and name.replace("_", "").isalpha()
+
+
+def test_committed_results_are_few_lines():
+    assert sum(len(path.read_bytes().splitlines()) for path in RESULTS) <= 3000
+
+
+def test_typed_rows(tmp_path):
+    (forward, training) = times(write(tmp_path / "a.jsonl", rows()))
+    assert (forward.chain, forward.mode, forward.memory_format, training.mode) == ("L94", "forward", None, "training")
+    assert (forward.us, forward.peer("eager").ours_over, forward.peer("compile").us) == (100.0, 0.5, None)
+    assert forward.run == replace(forward.run, commit="a" * 40, driver="580") and forward.run.date.year == 2026
+    assert forward.closest() == ("eager", 0.5) and forward.closest(("compile",)) is None
 
 
 def test_newest_of_a_cell(tmp_path):
-    """Whatever the order of the files; another commit's peers are left out."""
-    old = write(tmp_path / "new_name.json", rows(peers={"library": 80.0, "compile": 90.0}))
-    new = write(tmp_path / "a.json", rows(ours_us=70.0, modes=("forward",)), commit="b" * 40, **LATER)
+    """The newest run's row counts, whole, in any order of the files."""
+    old = write(tmp_path / "new_name.jsonl", rows(peers={"bare": 80.0, "compile": 90.0}))
+    new = write(tmp_path / "a.jsonl", rows(ours_us=70.0, modes=("forward",)), commit="b" * 40, **LATER)
     for paths in ((old, new), (new, old)):
-        forward, training = cells(*paths)
-        assert set(forward.rows) == {"ours", "library", "eager"}
-        assert forward.value("ours", "median_us") == 70.0
-        assert {source.file for source in forward.sources.values()} == {"a.json"}
-        assert set(training.rows) == {"ours", "library", "compile"}
-        assert {source.file for source in training.sources.values()} == {"new_name.json"}
+        forward, training = times(*paths)
+        assert set(forward.peers) == {"ours", "bare", "eager"} and forward.us == 70.0
+        assert forward.run.commit == "b" * 40 and set(training.peers) == {"ours", "bare", "compile"}
 
 
-def test_peers_of_the_same_commit_are_put_together(tmp_path):
-    """Ours and what both have are the newest; each ratio is of its own run."""
-    old = write(tmp_path / "a.json", rows(peers={"library": 80.0, "eager": 200.0}))
-    new = write(tmp_path / "b.json", rows(ours_us=110.0, peers={"library": 80.0, "compile-max": 120.0}), **LATER)
-    forward, _ = cells(old, new)
-    assert forward.value("ours", "median_us") == 110.0
-    assert forward.value("eager", "ours_to_peer") == 0.5
-    assert (forward.best_pytorch, forward.ours_to_best) == ("compile-max", pytest.approx(110 / 120))
-    assert {peer: source.file for peer, source in forward.sources.items()} == {
-        "ours": "b.json",
-        "library": "b.json",
-        "compile-max": "b.json",
-        "eager": "a.json",
-    }
-
-
-@pytest.mark.parametrize("other", [{"commit": None}, {"torch": "2.12"}, {"driver": "590"}], ids=str)
-def test_another_setup_is_not_put_together(tmp_path, other):
-    old = write(tmp_path / "a.json", rows(peers={"eager": 200.0}), **other)
-    commit = other.get("commit", "a" * 40)  # two unknown ones are not known to be the same
-    new = write(tmp_path / "b.json", rows(peers={"compile": 120.0}), commit=commit, **LATER)
-    assert set(cells(old, new)[0].rows) == {"ours", "compile"}
-
-
-def test_shapes_from_several_files(tmp_path):
-    paths = [
-        write(tmp_path / f"{batch}.json", rows(shape=f"{batch}x1024x1024"), commit=None) for batch in (4096, 16, 1, 256)
-    ]
-    found = [cell.key.shape for cell in cells(*paths) if cell.key.mode == "forward"]
-    assert found == [f"{batch}x1024x1024" for batch in (1, 16, 256, 4096)]
+def test_newest_across_time_zones():
+    """Dates are compared as points in time, not as texts."""
+    dates = ["2026-01-02T03:30:00+00:00", "2026-01-02T04:00:00+02:00"]
+    entries = [Entry({"date": date}, cell(rounds=index), "") for index, date in enumerate(dates)]
+    assert [entry.row["rounds"] for entry in newest(HEADER, entries)] == [0]
 
 
 def test_devices_are_apart(tmp_path):
     paths = [write(tmp_path / name, rows(), device=name) for name in ("NVIDIA B200", "CPU, Triton's interpreter")]
     results = read_all(paths)
     assert [entry.slug for entry in results] == ["cpu", "nvidia_b200"]
-    assert [len(entry.cells) for entry in results] == [2, 2]
+    assert [len(entry.times) for entry in results] == [2, 2]
+
+
+def test_experiments_are_apart(tmp_path):
+    (results,) = read_all([write(tmp_path / "a", rows()), write(tmp_path / "b", [first_call()], "first_call")])
+    assert len(results.times) == 2 and [row.kernels for row in results.first_call] == [["a", "b"]]
+    assert isinstance(results.first_call[0], FirstCallRow)
 
 
 def test_order(tmp_path):
     """Product, shape, dtype, precision, chain, memory format, mode."""
-    content = rows("L19", CONVOLUTION, product="convolution", memory_format="channels_last")
-    content += rows("L19", CONVOLUTION, product="convolution", memory_format="contiguous")
+    content = rows("L19", CONVOLUTION, memory_format="channels_last")
+    content += rows("L19", CONVOLUTION, memory_format="contiguous")
     for dtype, precision in (("float32", "high"), ("float32", "highest"), ("bfloat16", None)):
         for chain in ("L30", "L94"):
             content += rows(chain, dtype=dtype, precision=precision, modes=("training",))
-    labels = [cell.key.label for cell in cells(write(tmp_path / "a.json", content))]
-    assert labels[:6] == [
-        f"{chain} {dtype}" for dtype in ("bfloat16", "float32 highest", "float32 high") for chain in ("L94", "L30")
+    content += rows(shape="16x2048x2048", modes=("forward",))
+    found = [f"{row.chain} {row.layout} {row.mode}" for row in times(write(tmp_path / "a", content))]
+    assert found[:3] == ["L94 bfloat16 forward", "L94 bfloat16 training", "L30 bfloat16 training"]
+    assert found[3:7] == [
+        f"{chain} float32 {name} training" for name in ("highest", "high") for chain in ("L94", "L30")
     ]
-    assert labels[6::2] == ["L19 bfloat16 contiguous", "L19 bfloat16 channels_last"]
+    assert found[7::2] == ["L19 bfloat16 contiguous forward", "L19 bfloat16 channels_last forward"]
 
 
 def test_grid(tmp_path):
-    """The target's shape belongs to both; nothing grows where there is nothing but that, nor at any other shape."""
+    """The target shape is listed, and belongs to the grid where the grid was measured. Other shapes are only listed."""
     content = rows() + rows(shape="16x2048x2048") + rows(shape="16x2048x1024") + rows("L30")
-    (results,) = read_all([write(tmp_path / "a.json", content)])
-    forward = [cell for cell in results.grid if cell.key.mode == "forward"]
-    assert [(cell.key.chain, cell.key.shape) for cell in forward] == [("L94", "16x2048x2048"), ("L94", TARGET)]
-    listed = {(cell.key.chain, cell.key.shape) for cell in results.listed}
-    assert listed == {("L94", TARGET), ("L94", "16x2048x1024"), ("L30", TARGET)}
+    (results,) = read_all([write(tmp_path / "a", content)])
+
+    def forward(rows):
+        return {(row.chain, row.shape) for row in rows if row.mode == "forward"}
+
+    assert forward(results.grid) == {("L94", "16x2048x2048"), ("L94", TARGET)}
+    assert forward(results.target) == {("L94", TARGET), ("L30", TARGET)}
+    assert forward(results.listed) == forward(results.target) | {("L94", "16x2048x1024")}
 
 
-def test_newest_first_call(tmp_path):
-    old = write(tmp_path / "a.json", [first_call(), first_call("L30")])
-    new = write(tmp_path / "b.json", [first_call(first_call_s=1.5)], commit="b" * 40, **LATER)
-    (results,) = read_all([new, old])
-    assert [(entry.key.chain, entry.row["first_call_s"]) for entry in results.first_calls] == [
-        ("L94", 1.5),
-        ("L30", 3.25),
-    ]
-    assert not results.cells
+def test_plain():
+    """Defaults are left out, numbers have six digits, and NaN is None."""
+    row = TimesRow(**cell(), errors={"output": (math.nan, 1.23456789e-7)}, peers={"ours": PeerTimes(us=1234567.8)})
+    assert plain(row) == cell(errors={"output": [None, 1.23457e-7]}, peers={"ours": {"us": 1234570.0}})
+    assert plain(FirstCallRow(**cell(), kernels_not_run=[]))["kernels_not_run"] == []  # known to be none
+    run = read_run()
+    assert plain(run) == {"date": "2026-01-02T03:04:05+00:00", "torch": "2.11"}
 
 
-def test_description(tmp_path):
-    """Device and versions once, the commit and day of each file."""
-    old = write(tmp_path / "a.json", rows())
-    new = write(tmp_path / "b.json", rows("L30"), commit="b" * 40 + "-dirty", date="2026-02-03T00:00:00")
-    assert describe(sources_of(cells(old, new))) == [
-        "NVIDIA H200, driver 580, torch 2.11, triton 3.6",
-        "a.json: commit aaaaaaaaaa of 2026-01-02; b.json: commit bbbbbbbbbb-dirty of 2026-02-03",
-    ]
-    newer = write(tmp_path / "c.json", rows("L75"), torch="2.12", commit=None, **LATER)
-    assert describe(sources_of(cells(old, newer)))[2:] == [
-        "NVIDIA H200, driver 580, torch 2.12, triton 3.6",
-        "c.json: an unknown commit of 2026-01-02",
-    ]
+def read_run():
+    return Run(datetime.fromisoformat(RUN["date"]), torch="2.11")
 
 
-def content(**changes):
-    """A sound file, but for its one row, from which a name is taken where its value is ``...``."""
-    row = {name: value for name, value in (rows()[0] | changes).items() if value is not ...}
-    return {"header": HEADER, "rows": [row]}
+def test_state_of_a_run():
+    run = replace(read_run(), commit="b" * 40 + "-dirty", driver="580", triton="3.6")
+    assert (run.state, run.versions) == ("commit bbbbbbbbbb-dirty, 2026-01-02", "driver 580, torch 2.11, triton 3.6")
+    assert read_run().state == "an unknown commit, 2026-01-02"
+
+
+GOOD = rows()[0]
 
 
 @pytest.mark.parametrize(
     "text, named",
     [
-        ("", "damaged, no JSON"),
-        ('{"header": {}, "rows"', "damaged, no JSON"),
-        (b"\xff\xfe", "damaged, no JSON"),
-        ("[" * 100_000, "damaged, no JSON"),
-        ("[]", "list where an object is right"),
-        ("{}", "no 'header'"),
-        ({"header": HEADER}, "no 'rows'"),
-        ({"header": HEADER, "rows": {}}, "'rows' is '{}'"),
-        ({"header": HEADER | {"date": "today"}, "rows": []}, "'date' is 'today'"),
-        ({"header": HEADER | {"device": None}, "rows": []}, "'device' is 'None'"),
-        ({"header": HEADER | {"torch": 2.11}, "rows": []}, "'torch' is '2.11'"),
-        ({"header": HEADER, "rows": ["L94"]}, "row 1: str where an object is right"),
-        (content(chain=...), "row 1: no 'chain'"),
-        (content(peer=...), "row 1: no 'peer'"),
-        (content(shape="1024x"), "row 1: 'shape' is '1024x'"),
-        (content(shape="0x8x8"), "row 1: 'shape' is '0x8x8'"),
-        (content(mode="backward"), "row 1: 'mode' is 'backward'"),
-        (content(kind="second_call"), "row 1: 'kind' is 'second_call'"),
-        (content(ratio="1.1"), "row 1: 'ratio' is '1.1'"),
-        (content(median_us=True), "row 1: 'median_us' is 'True'"),
-        (content(errors={"output": [1.0]}), "row 1: the errors of 'output' are [1.0]"),
+        ("", "line 1: no header of schema 1, got null"),
+        ('{"header": {}, "rows"', "line 1: no JSON"),
+        (b"\xff\xfe", "line 1: no JSON"),
+        ("[" * 100_000, "line 1: no JSON"),
+        ("[]", "line 1: list where an object is right"),
+        (lines(header() | {"schema": 2}), "line 1: no header of schema 1, got 2"),
+        (lines(header("speed")), "line 1: the header names no known experiment (times, "),
+        (lines(header(device=None)), "line 1: the header names no known experiment"),
+        (lines(header(), GOOD), "line 2: a row without a run above it"),
+        (lines(header(), {"run": RUN | {"date": "today"}}), "line 2: the run has no date, as in "),
+        (lines(header(), {"run": RUN | {"date": "2026-01-02"}}), "line 2: the run has no date, as in "),
+        (lines(header(), {"run": "yesterday"}), "line 2: the run has no date"),
+        (lines(header(), {"run": RUN}, GOOD)[:-20], "line 3: no JSON"),
         (
-            {"header": HEADER, "rows": [first_call(), first_call(first_call_s="slow")]},
-            "row 2: 'first_call_s' is 'slow'",
+            lines(header(), {"run": RUN | {"torch": 2.11}}, GOOD),
+            "line 3: Expected `str | null`, got `float` - at `$.run",
         ),
+        (lines(header(), {"run": RUN}, GOOD, GOOD | {"shape": "1024x"}), "line 4: the shape '1024x' is no list of"),
+        (lines(header(), {"run": RUN}, GOOD | {"shape": "0x8x8"}), "line 3: the shape '0x8x8' is no list of"),
+        (
+            lines(header(), {"run": RUN}, GOOD | {"mode": "backward"}),
+            "line 3: Invalid enum value 'backward' - at `$.mode`",
+        ),
+        (
+            lines(header(), {"run": RUN}, GOOD | {"rounds": "20"}),
+            "line 3: Expected `int | null`, got `str` - at `$.rounds`",
+        ),
+        (lines(header(), {"run": RUN}, GOOD | {"errors": {"output": [1.0]}}), "line 3: Expected `array` of length 2"),
+        (lines(header(), {"run": RUN}, GOOD | {"hots_us": 1.0}), "line 3: unknown field 'hots_us'"),
+        (lines(header(), {"run": RUN}, {"chain": "L94"}), "line 3: Object missing required field `product`"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: str(value)[-40:],
 )
 def test_not_the_bench_s(text, named, tmp_path):
-    path = tmp_path / "a.json"
-    text = json.dumps(text) if isinstance(text, dict) else text
+    path = tmp_path / "a.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadResult) as raised:
-        read(path)
+        read_all([path])
     message = str(raised.value)
-    assert str(path) in message and named in message and "\n" not in message
+    assert message.startswith(f"{path}, {named}") and "\n" not in message
 
 
 def test_unreadable(tmp_path):
-    with pytest.raises(BadResult, match="cannot read .*missing.json: No such file"):
-        read(tmp_path / "missing.json")
+    with pytest.raises(BadResult, match="cannot read .*missing.jsonl: No such file"):
+        read(tmp_path / "missing.jsonl")
 
 
 def test_nan(tmp_path):
-    """The error of a red cell may be one, and Python's JSON has it."""
-    path = write(tmp_path / "a.json", rows(error_ours=float("nan"), red=True, errors={"output": [float("nan"), 1.0]}))
-    assert cells(path)[0].is_red
+    """A red row's error may be None."""
+    (row,) = times(write(tmp_path / "a", [cell(red=True, errors={"output": [None, 1.0]})]))
+    assert row.red and row.errors == {"output": (None, 1.0)}
 
 
-def test_needs_neither_torch_nor_kernels():
-    program = "import bench.__main__, bench.report, bench.markdown, bench.pictures, sys; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "triton", "ops", "triton_kernels"} & set(result.stdout.split())
+def test_merge(tmp_path):
+    """Rows of a run stay together, newer rows replace older ones, and other rows are kept."""
+    into = write(tmp_path / "all.jsonl", rows("L30", modes=("forward",)) + rows(modes=("forward",)))
+    one = write(tmp_path / "1", rows(ours_us=70.0, modes=("forward",)), **LATER)
+    two = write(tmp_path / "2", rows("L75", modes=("forward",)), **LATER)
+    assert main(["merge", str(one), str(two), "--into", str(into)]) == 0
+    parsed = [json.loads(line) for line in into.read_text().splitlines()]
+    assert [line.get("chain") for line in parsed] == [None, None, "L30", None, "L94", "L75"]
+    assert (parsed[0], parsed[1], parsed[3]) == (header(), {"run": RUN}, {"run": RUN | LATER})
+    assert parsed[4]["peers"]["ours"] == {"us": 70.0}
+
+
+def test_merge_into_a_new_file(tmp_path):
+    one = write(tmp_path / "1", rows())
+    merge([one], tmp_path / "folder" / "all.jsonl")
+    assert (tmp_path / "folder" / "all.jsonl").read_bytes() == lines_of(*read(one))
+
+
+@pytest.mark.parametrize("other", [{"device": "NVIDIA B200"}, {"experiment": "captured"}], ids=str)
+def test_what_cannot_be_merged(other, tmp_path, capsys):
+    one, two = write(tmp_path / "1", rows()), write(tmp_path / "2", [cell()], **other)
+    assert main(["merge", str(one), str(two), "--into", str(tmp_path / "all")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"python -m bench merge: {one} holds 'times' of NVIDIA H200, and {two} '")
+    assert errors.count("\n") == 1 and not (tmp_path / "all").exists()
+
+
+def in_process(program):
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_reading_needs_neither_torch_nor_kernels():
+    result = in_process("import bench.__main__, bench.report, sys; print(*sys.modules)")
+    assert not {"torch", "triton", "ops", "triton_kernels", "matplotlib", "msgspec"} & set(result.stdout.split())
+
+
+WITHOUT = "import sys; sys.modules[{!r}] = None; from bench.__main__ import main; sys.exit(main({!r}))"
+
+
+@pytest.mark.parametrize("missing, what", [("msgspec", "reading results"), ("matplotlib", "drawing")])
+def test_missing_packages(missing, what, tmp_path):
+    path = write(tmp_path / "a.jsonl", rows())
+    result = in_process(WITHOUT.format(missing, ["report", str(path), "--page", str(tmp_path / "page.md")]))
+    message = f'python -m bench report: {what} needs {missing}: pip install "normfuse[bench]"\n'
+    assert (result.returncode, result.stderr) == (2, message)
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_merge_needs_no_msgspec(tmp_path):
+    path = write(tmp_path / "a.jsonl", rows())
+    result = in_process(WITHOUT.format("msgspec", ["merge", str(path), "--into", str(tmp_path / "b.jsonl")]))
+    assert result.returncode == 0 and (tmp_path / "b.jsonl").exists(), result.stderr

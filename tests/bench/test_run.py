@@ -1,24 +1,30 @@
-"""The bench's run: which clock is asked for what."""
+"""The bench's run: what is timed, and what a row says of it."""
+
+import contextlib
 
 import pytest
 import torch
 
 from bench import run
 from bench.cells import Cell
+from bench.checking import Check, Comparison
 from bench.linear_chains import L30, LinearShape
-from bench.measurement import Measurement
+from bench.schema import PeerTimes
 
-CELL = Cell(L30, "bfloat16", None, "forward", LinearShape(16, 64, 64))
+FORWARD = Cell(L30, "bfloat16", None, "forward", LinearShape(16, 64, 64))
+TRAINING = Cell(L30, "bfloat16", None, "training", LinearShape(16, 64, 64))
+CUDA = torch.device("cuda")
+TIMES = {"ours": [8e3, 9e3, 1e4], "bare": [5e3, 5e3, 5e3], "eager": [1.6e4, 1.8e4, 2e4], "compile": [2e4, 3e4, 1e3]}
 
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """What each clock was asked to time; the host's answers 5 microseconds for all."""
+    """Replaces the clocks, and keeps what they were asked to time. A peer that is named in it fails."""
     asked = []
 
     def time_rounds(calls, rounds, device):
         asked.append(("rounds", *calls))
-        return {peer: [20.0] * rounds for peer in calls}
+        return {peer: TIMES[peer] for peer in calls}
 
     def time_host(calls, synchronize):
         assert synchronize is torch.cuda.synchronize
@@ -26,38 +32,98 @@ def clocks(monkeypatch):
         return dict.fromkeys(calls, 5.0)
 
     def make_call(peer, cell, problem):
-        if peer == "compile":
+        if peer in asked:
             raise RuntimeError("no compiler")
         return lambda: None
 
     monkeypatch.setattr(run, "time_rounds", time_rounds)
     monkeypatch.setattr(run, "time_host", time_host)
     monkeypatch.setattr(run, "make_call", make_call)
-    monkeypatch.setattr(run, "warm_up", lambda call, device: call())
+    monkeypatch.setattr(run, "warm_up", lambda call: call())
+    monkeypatch.setattr(run, "measure_memory", lambda call: 2_000_000)
+    monkeypatch.setattr(run, "make_problem", lambda cell, device: None)
     return asked
 
 
-def rows(device):
-    measurement = Measurement(CELL)
-    peers = ["library", "eager", "compile"]
-    run._time(measurement, None, peers, 3, torch.device(device))
-    return {row["peer"]: row for row in measurement.rows(peers)}
+def found(cell):
+    return run.time_peers(cell, None, ("ours", "bare", "eager", "compile"), 3, CUDA, contextlib.nullcontext())
 
 
-def test_host_time_on_a_gpu(clocks):
-    """Of each peer that runs, after its rounds."""
-    found = rows("cuda")
-    assert clocks == [("rounds", "ours", "library", "eager"), ("host", "ours", "library", "eager")]
-    assert {peer: row["host_us"] for peer, row in found.items()} == {
-        "ours": 5.0,
-        "library": 5.0,
-        "eager": 5.0,
-        "compile": None,
+def test_times(clocks):
+    """Medians of times and of each round's ratios. The host's times are taken after the rounds."""
+    assert found(FORWARD) == {
+        "rounds": 3,
+        "peers": {
+            "ours": PeerTimes(us=9e3, host_us=5.0),
+            "bare": PeerTimes(us=5e3, ours_over=1.8, host_us=5.0),
+            "eager": PeerTimes(us=1.8e4, ours_over=0.5, host_us=5.0),
+            "compile": PeerTimes(us=2e4, ours_over=0.4, host_us=5.0),
+        },
     }
-    assert found["compile"]["failure"] == "RuntimeError: no compiler" and found["eager"]["median_us"] == 20.0
+    assert clocks == [(what, "ours", "bare", "eager", "compile") for what in ("rounds", "host")]
 
 
-def test_no_host_time_in_the_interpreter(clocks):
-    found = rows("cpu")
-    assert clocks == [("rounds", "ours", "library", "eager")]
-    assert all(row["host_us"] is None for row in found.values())
+def test_memory_of_a_training_step(clocks):
+    """The bare products have none."""
+    memory = {peer: times.added_mb for peer, times in found(TRAINING)["peers"].items()}
+    assert memory == {"ours": 2.0, "bare": None, "eager": 2.0, "compile": 2.0}
+
+
+def test_peer_that_fails(clocks):
+    """The others are still timed."""
+    clocks.append("compile")
+    peers = found(FORWARD)["peers"]
+    assert peers["compile"] == PeerTimes(failure="RuntimeError: no compiler") and peers["eager"].us == 1.8e4
+
+
+def test_ours_that_fails(clocks):
+    """The row is red, and nothing is timed."""
+    clocks.append("ours")
+    assert found(FORWARD) == {"red": True, "peers": {"ours": PeerTimes(failure="RuntimeError: no compiler")}}
+    assert clocks == ["ours"]
+
+
+@pytest.fixture
+def checked(monkeypatch, clocks):
+    """The row of a cell whose check finds this error of ours."""
+
+    def of(ours, device=CUDA):
+        comparisons = [Comparison("output", 1e-4, 2e-4), Comparison("d_weight", ours, 1e-4)]
+        monkeypatch.setattr(run, "check", lambda *arguments: Check(comparisons, 0.9, 16, 7))
+        return run.measure(TRAINING, ["bare"], 3, device, contextlib.nullcontext())
+
+    return of
+
+
+def test_green_cell_is_timed(checked, clocks):
+    row = checked(1e-4)
+    assert str(row) == str(TRAINING) and not row.red and row.us == 9e3 and row.rounds == 3
+    assert row.errors == {"output": (1e-4, 2e-4), "d_weight": (1e-4, 1e-4)} and row.away_from_jumps == 0.9
+
+
+def test_red_cell_is_not_timed(checked, clocks):
+    row = checked(1e-3)
+    assert row.red and not row.peers and row.rounds is None and row.errors["d_weight"] == (1e-3, 1e-4)
+    assert not clocks
+
+
+def test_nothing_is_timed_without_a_gpu(checked, clocks):
+    row = checked(1e-4, torch.device("cpu"))
+    assert not row.red and not row.peers and row.errors and not clocks
+
+
+def test_the_lock_is_held_to_check_and_time(checked, clocks, monkeypatch, tmp_path):
+    """The lock is free while calls are compiled."""
+    held = []
+
+    class Turn(contextlib.AbstractContextManager):
+        def __enter__(self):
+            held.append(list(clocks))
+
+        def __exit__(self, *exception):
+            held.append(list(clocks))
+
+    checked(1e-4)
+    clocks.clear()
+    run.measure(TRAINING, ["bare"], 3, CUDA, Turn())
+    assert held == [[], [], [], [("rounds", "ours", "bare"), ("host", "ours", "bare")]]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import rows as measured_rows
 from bench import tensor_parallel
 from bench.cells import CHAINS
+from bench.results import plain, read_all
+from bench.schema import TensorParallelRow, Traffic
 from bench.tensor_parallel import ALONE, ON_SHARDS, main
 from tests.bench.refusals import assert_refused
 
@@ -19,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_run(tmp_path):
-    """Two processes, without a GPU: checked, timed, and what is sent counted."""
-    path = tmp_path / "rows.json"
-    arguments = ["--chains", "l94,l75,l30", "--modes", "training", "--rounds", "1", "--json", str(path)]
+    """Two processes without a GPU check their results and count what is sent."""
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--chains", "l94,l75,l30", "--modes", "training", "--output", str(path)]
     result = subprocess.run(
-        [sys.executable, "-m", "bench.tensor_parallel", *arguments],
+        [sys.executable, "-m", "bench", "tensor-parallel", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -32,25 +33,22 @@ def test_run(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    content = json.loads(path.read_text())
-    assert content["header"]["torch"] == torch.__version__
-    rows = {(row["chain"], row["divided"]): row for row in content["rows"]}
+    assert "µs" not in result.stdout and result.stdout.endswith("Times need a GPU.\n")
+    (found,) = read_all([path])
+    rows = {(row.chain, row.divided): row for row in found.tensor_parallel}
     # The one group of L30's small problem cannot be shared.
-    assert list(rows) == [(chain, divided) for chain in ("L94", "L75") for divided in ("channels", "batch")] + [
-        ("L30", "batch")
-    ]
+    assert set(rows) == {("L30", "batch"), *((chain, how) for chain in ("L94", "L75") for how in ("channels", "batch"))}
     assert "L30 bfloat16 training 8x64x64: not by channels: 1 group of channels" in result.stdout
     for row in rows.values():
-        assert (row["kind"], row["gpus"], row["rounds"], row["red"]) == ("tensor_parallel", 2, 1, False)
-        assert row["speedup"] == row["alone_us"] / row["median_us"] > 0
-        assert row["in_a_row_us"] > 0 and row["alone_in_a_row_us"] > 0 and row["error_ours"] > 0
+        assert (row.gpus, row.red, row.rounds, row.us) == (2, False, None, None) and row.error_ours > 0
+        assert row.run.torch == torch.__version__
     # The input's gradient [8, 64]; all parameters' of L94, the weight's and four of a channel each; for L75 the minima
     # of both shards, and the gradient at the minimum.
-    assert rows["L94", "channels"]["collectives"] == {"all_reduce": {"count": 1, "bytes": 2 * 8 * 64}}
-    assert rows["L94", "batch"]["collectives"] == {"all_reduce": {"count": 5, "bytes": 2 * (64 * 64 + 4 * 64)}}
-    assert rows["L75", "channels"]["collectives"] == {
-        "all_gather_into_tensor": {"count": 1, "bytes": 2 * 2 * 8},
-        "all_reduce": {"count": 2, "bytes": 2 * (8 * 64 + 8)},
+    assert rows["L94", "channels"].collectives == {"all_reduce": Traffic(count=1, bytes=2 * 8 * 64)}
+    assert rows["L94", "batch"].collectives == {"all_reduce": Traffic(count=5, bytes=2 * (64 * 64 + 4 * 64))}
+    assert rows["L75", "channels"].collectives == {
+        "all_gather_into_tensor": Traffic(count=1, bytes=2 * 2 * 8),
+        "all_reduce": Traffic(count=2, bytes=2 * (8 * 64 + 8)),
     }
 
 
@@ -77,14 +75,14 @@ def test_placement_of_the_input():
 
 
 def test_times():
-    """A round lasts until its slowest rank is done, and a ratio is of one round."""
+    """A round takes as long as its slowest rank. Ratios are taken within a round."""
     first = {ALONE: [10.0, 20.0, 30.0], ON_SHARDS: [5.0, 5.0, 20.0]}
     second = {ALONE: [12.0, 18.0, 30.0], ON_SHARDS: [4.0, 10.0, 10.0]}
     rounds = tensor_parallel.slowest([first, second])
     assert rounds == {ALONE: [12.0, 20.0, 30.0], ON_SHARDS: [5.0, 10.0, 20.0]}
     row = tensor_parallel.timed(rounds, {ALONE: [7.0], ON_SHARDS: [6.0]})
     assert row == {
-        "median_us": 10.0,
+        "us": 10.0,
         "alone_us": 20.0,
         "speedup": 2.0,
         "in_a_row_us": 6.0,
@@ -109,34 +107,63 @@ def test_cannot_divide():
     assert tensor_parallel.cannot_divide(cell, "channels", 3) == reason
 
 
-@pytest.fixture
-def red_rows(monkeypatch):
-    """Stands for the processes; each row that they write is red, with errors alone."""
-    monkeypatch.setattr(measured_rows, "make_header", lambda device: {"device": "none"})
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def spawn_of(rows, error=None):
+    """Replaces the processes. They write these rows for the cells they are given, then end or are interrupted."""
 
     def spawn(function, arguments, nprocs):
         options, folder = arguments
-        rows = [
-            {
-                "chain": cell.chain.label,
-                **{"dtype": cell.dtype, "precision": None, "mode": cell.mode, "shape": str(cell.shape)},
-                **{"memory_format": None, "gpus": nprocs, "divided": divided},
-                **{"red": True, "error_ours": 0.5, "error_torch": 0.25},
-            }
-            for cell, divided in options.work
-        ]
-        (Path(folder) / "rows.0").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with open(Path(folder) / "rows.0", "w") as file:
+            for (cell, divided), row in zip(options.work, rows, strict=False):
+                file.write(
+                    json.dumps(plain(TensorParallelRow(**cell.identity, divided=divided, gpus=nprocs, **row))) + "\n"
+                )
+        if error:
+            raise error
 
     return spawn
 
 
-def test_red(red_rows, capsys):
+RED = {"red": True, "error_ours": 0.5, "error_torch": 0.25}
+PROG = "python -m bench tensor-parallel"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def line_of(output):
+    (line,) = (line for line in output.splitlines() if "│ L94" in line)
+    return [value.strip() for value in line.strip("│").split("│")]
+
+
+def test_red(capsys):
     """A result that is wrong makes the exit status 1, and has no times."""
-    assert main(["--chains", "l94", "--modes", "forward", "--divided", "batch", "--gpus", "4"], red_rows) == 1
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "│ L94" in line)
-    values = [value.strip() for value in line.strip("│").split("│")]
-    assert values == ["L94 bfloat16 forward 8x64x64", "", "4", "batch", *[""] * 5, "5.00e-01", "2.50e-01"]
+    arguments = ["--chains", "l94", "--modes", "forward", "--divided", "batch", "--gpus", "4"]
+    assert main(arguments, PROG, spawn_of([RED])) == 1
+    values = ["L94 bfloat16 forward 8x64x64", "4", "batch", "–", "5.00e-01", "2.50e-01"]
+    assert line_of(capsys.readouterr().out) == values
+
+
+def test_table(capsys):
+    """With the times of GPUs."""
+    times = {"us": 116.0, "alone_us": 191.0, "speedup": 1.64, "in_a_row_us": 332.0, "alone_in_a_row_us": 192.0}
+    row = {"rounds": 30, "collectives": {"all_reduce": Traffic(5, 134_000_000), "all_gather": Traffic(1, 4)}, **times}
+    arguments = ["--chains", "l94", "--modes", "forward", "--divided", "batch"]
+    assert main(arguments, PROG, spawn_of([row])) == 0
+    assert line_of(capsys.readouterr().out)[1:] == [
+        *("2", "batch", "191", "116", "1.64", "192", "332"),
+        *("134 MB in 6", "–", "–"),
+    ]
+
+
+def test_interruption(tmp_path):
+    """What was measured is kept."""
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--chains", "l94", "--modes", "forward", "--output", str(path)]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments, PROG, spawn_of([RED], KeyboardInterrupt()))
+    assert [row.divided for row in read_all([path])[0].tensor_parallel] == ["channels"]
 
 
 @pytest.mark.parametrize(
@@ -150,20 +177,11 @@ def test_red(red_rows, capsys):
     ids=str,
 )
 def test_bad_arguments(arguments, named, capsys):
-    assert_refused(main, arguments, named, "bench tensor-parallel", capsys)
+    assert_refused(lambda arguments: main(arguments, PROG), arguments, named, PROG, capsys)
 
 
 def test_too_few_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(tensor_parallel, "has_gpu", lambda: True)
+    monkeypatch.setattr(tensor_parallel, "device_to_measure", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit) as exit:
-        main(["--gpus", "2"])
-    assert exit.value.code == 2
-    assert capsys.readouterr().err == "bench tensor-parallel: argument --gpus: there are 1, not 2\n"
-
-
-def test_unwritable_json(red_rows, tmp_path, capsys):
-    """Known before anything is measured."""
-    assert main(["--json", str(tmp_path)], lambda *arguments, **options: pytest.fail("it measured")) == 2
-    output, errors = capsys.readouterr()
-    assert errors == f"bench tensor-parallel: cannot write {tmp_path}: Is a directory\n" and not output
+    named = "argument --gpus: there are 1, not 2\n"
+    assert_refused(lambda arguments: main(arguments, PROG), ["--gpus", "2"], named, PROG, capsys)

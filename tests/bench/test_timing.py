@@ -1,4 +1,4 @@
-"""The bench's clocks, on a device of the imagination."""
+"""The bench's clocks, on a simulated device."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_host_time_is_the_host_alone(work):
 
 
 def test_median_over_bursts():
-    """One slow call is nothing to go by."""
+    """One slow call does not count."""
 
     def one_slow_call():
         yield 9e5
@@ -63,7 +63,7 @@ def test_median_over_bursts():
 
 
 def test_fewer_bursts_of_long_calls():
-    """Three suffice where all of them would take minutes."""
+    """Three bursts suffice where all of them would take minutes."""
     device = Device()
     time_host({"ours": device.call(always(30.0), 1e6)}, device.synchronize, device.clock)
     assert device.synchronized == 3 + 1  # 5 s each

@@ -1,0 +1,234 @@
+"""The lines of a results file as plain data: a header, then each run with the rows that it measured.
+
+Needs neither torch nor msgspec: a GPU machine may lack the one, a reader's machine the other.
+"""
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import ClassVar, Literal
+
+#: The version of this format, which every file names in its header.
+SCHEMA = 1
+OURS, BARE = "ours", "bare"
+COMPILERS = ("compile", "compile-max")
+#: The whole chain as PyTorch has it.
+PYTORCH = ("eager", *COMPILERS)
+MODES = ("forward", "training")
+
+#: By tensor, ours and PyTorch's; None for NaN or infinity.
+Errors = dict[str, tuple[float | None, float | None]]
+
+_ORDER = ("L94", "L75", "L30", "L19", "bfloat16", "float16", "float32", "highest", "high", "medium")
+_ORDER += ("contiguous", "channels_last", *MODES)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of a file."""
+
+    schema: int
+    #: Which kind of rows follow, one of ``ROWS``.
+    experiment: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """With what the rows below it were measured."""
+
+    date: datetime
+    commit: str | None = None
+    driver: str | None = None
+    torch: str | None = None
+    triton: str | None = None
+
+    @property
+    def versions(self) -> str:
+        names = {"driver": self.driver, "torch": self.torch, "triton": self.triton}
+        return ", ".join(f"{name} {version}" for name, version in names.items() if version)
+
+    @property
+    def state(self) -> str:
+        """Which code was measured, and on which day."""
+        commit, *dirty = (self.commit or "").split("-", 1)
+        name = f"commit {'-'.join([commit[:10], *dirty])}" if commit else "an unknown commit"
+        return f"{name}, {self.date:%Y-%m-%d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One cell: a chain at one shape, dtype, precision, memory format and mode.
+
+    ``precision`` is None for dtypes other than float32, ``memory_format`` for chains without images.
+    """
+
+    #: What identifies a row: a newer one with the same values replaces it.
+    KEY: ClassVar[tuple[str, ...]] = ("chain", "product", "shape", "dtype", "precision", "memory_format", "mode")
+
+    chain: str
+    product: str
+    shape: str
+    dtype: str
+    precision: str | None = None
+    memory_format: str | None = None
+    mode: Literal["forward", "training"]
+    #: With what it was measured. In a file this is a line of its own, above the rows of the run.
+    run: Run | None = None
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", self.shape, re.ASCII):
+            raise ValueError(f"the shape {self.shape[:40]!r} is no list of positive integers, as in 8x64x64")
+
+    def __str__(self) -> str:
+        parts = (self.chain, self.dtype, self.precision, self.mode, self.shape, self.memory_format)
+        return " ".join(part for part in parts if part)
+
+    @property
+    def setting(self) -> str:
+        """The dtype, with the precision where there is a choice."""
+        return " ".join(filter(None, (self.dtype, self.precision)))
+
+    @property
+    def layout(self) -> str:
+        """The setting, with the memory format where there is a choice."""
+        return " ".join(filter(None, (self.setting, self.memory_format)))
+
+    @property
+    def order(self) -> tuple:
+        """Sorts rows as tables list them: known names in their usual order, shapes by their numbers."""
+        names = (self.dtype, self.precision, self.chain, self.memory_format, self.mode)
+        places = [_ORDER.index(name) if name in _ORDER else len(_ORDER) for name in names]
+        return (
+            self.product != "GEMM",
+            tuple(map(int, self.shape.split("x"))),
+            *places,
+            *(name or "" for name in names),
+        )
+
+
+@dataclass(frozen=True)
+class PeerTimes:
+    """The times of one peer, in microseconds."""
+
+    us: float | None = None
+    #: Our time over the peer's: the median of the rounds' ratios.
+    ours_over: float | None = None
+    #: What the host needs to queue a call.
+    host_us: float | None = None
+    #: At the peak of a training step, beyond weights, gradients, input and output.
+    added_mb: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimesRow(Row):
+    """A row of ``python -m bench``: errors, and the times of every peer, ours among them."""
+
+    errors: Errors = field(default_factory=dict)
+    #: The share of the output's gradient that is away from jumps.
+    away_from_jumps: float | None = None
+    #: Whether the check failed. Nothing is timed then.
+    red: bool = False
+    rounds: int | None = None
+    peers: dict[str, PeerTimes] = field(default_factory=dict)
+
+    def peer(self, name: str) -> PeerTimes:
+        """Empty where the peer was not measured."""
+        return self.peers.get(name, PeerTimes())
+
+    @property
+    def us(self) -> float | None:
+        return self.peer(OURS).us
+
+    def closest(self, names: tuple[str, ...] = PYTORCH) -> tuple[str, float] | None:
+        """Of these peers, the one that we are least ahead of, and our time over its."""
+        ratios = {name: ratio for name in names if (ratio := self.peer(name).ours_over) is not None}
+        return max(ratios.items(), key=lambda item: item[1], default=None)
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """The times of one way to call a chain, in microseconds."""
+
+    us: float | None = None
+    #: Its time over the eager call's: the median of the rounds' ratios.
+    over_eager: float | None = None
+    host_us: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedRow(Row):
+    """A row of ``python -m bench captured``: each way to call a chain."""
+
+    rounds: int | None = None
+    calls: dict[str, CallTimes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstCallRow(Row):
+    """A row of ``python -m bench first-call``: a process that had nothing compiled."""
+
+    import_s: float | None = None
+    first_call_s: float | None = None
+    kernels: list[str] = field(default_factory=list)
+    #: Of the compiled kernels, those that no later call runs; None where no profiler could tell.
+    kernels_not_run: list[str] | None = None
+    later_call_us: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective sent."""
+
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelRow(Row):
+    """A row of ``python -m bench tensor-parallel``: shards on several GPUs, beside one GPU. Times in microseconds."""
+
+    KEY: ClassVar[tuple[str, ...]] = (*Row.KEY, "divided", "gpus")
+
+    divided: str
+    gpus: int
+    red: bool = False
+    #: The worst tensor's, of all ranks.
+    error_tensor: str | None = None
+    error_ours: float | None = None
+    error_torch: float | None = None
+    us: float | None = None
+    alone_us: float | None = None
+    #: The median of the rounds' ratios.
+    speedup: float | None = None
+    #: By the host's clock, calls in a row.
+    in_a_row_us: float | None = None
+    alone_in_a_row_us: float | None = None
+    rounds: int | None = None
+    #: By the collective's name.
+    collectives: dict[str, Traffic] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitsRow(Row):
+    """Our own time at two commits, called in turn: the run's commit and one before it. Times in microseconds."""
+
+    before: str
+    before_us: float
+    after_us: float
+    #: After over before: of the device's time, and of whole calls in a loop.
+    device_ratio: float
+    wall_ratio: float
+    rounds: int
+
+
+ROWS: dict[str, type[Row]] = {
+    "times": TimesRow,
+    "captured": CapturedRow,
+    "first_call": FirstCallRow,
+    "tensor_parallel": TensorParallelRow,
+    "commits": CommitsRow,
+}
