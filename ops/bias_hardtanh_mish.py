@@ -74,7 +74,7 @@ def bias_hardtanh_mish(
     if input.ndim < 1:
         raise ValueError("input must have at least one dimension (*, channels), got a scalar")
     checks.vectors(input.shape[-1], bias=bias)
-    checks.bounds(min_val, max_val)
+    min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, bias):
         tensors = {"input": input, "bias": bias}
         layout = tensor_parallel.POINTWISE
@@ -83,5 +83,5 @@ def bias_hardtanh_mish(
     if not precision.runs_kernels(input):
         return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
-    result = _differentiable(rows, bias, float(min_val), float(max_val))
+    result = _differentiable(rows, bias, min_val, max_val)
     return with_leading_shape(result, input)

@@ -11,13 +11,15 @@ from ops import checks, gemm, precision
 
 def check_chain(
     input: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, **vectors: torch.Tensor | None
-) -> None:
-    """Check a chain's tensors, groups and eps; ``vectors`` are over weight's out_features."""
+) -> tuple[int, float]:
+    """Check a chain's tensors, num_groups and eps, and return the last two as Python's numbers.
+
+    ``vectors`` have one value for each of weight's out_features.
+    """
     checks.tensors({"input": input, "weight": weight}, vectors)
     checks.linear(input, weight)
     checks.vectors(weight.shape[0], **vectors)
-    checks.groups(weight.shape[0], num_groups)
-    checks.epsilon(eps)
+    return checks.groups(weight.shape[0], num_groups), checks.epsilon(eps)
 
 
 def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -1,11 +1,18 @@
 """Argument checks: one ValueError or TypeError that names the argument, what was expected and what came."""
 
+import math
+import operator
 import sys
+from numbers import Real
+from typing import Any, SupportsIndex
 
 import torch
 
 from ops import precision
 
+_INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
+#: What almost every argument is: one look at it, and no more.
+_AS_THEY_ARE = (int, float, bool, str, type(None))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -60,33 +67,77 @@ def _is_vector(shape: torch.Size, length: int) -> bool:
     return shape[-1:] == (length,) and shape.numel() == length
 
 
-def number(name: str, value: float, kinds: tuple[type, ...] = (int, float)) -> None:
-    """A plain number of one of these types (bool is none), and no integer that is too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a number that a float can hold, got an integer of {value.bit_length()} bits")
+def plain(value: Any) -> Any:
+    """A number of another library (NumPy, ``fractions``) as an int or a float, in a tuple or a list too.
+
+    Everything else is returned as it is: Python's numbers, what PyTorch traces (tensors, symbolic numbers), and what is
+    no number or too large for a float.
+    """
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if isinstance(value, (tuple, list)):
+        numbers = [plain(each) for each in value]
+        return numbers if isinstance(value, list) else tuple(numbers)
+    if isinstance(value, (bool, torch.Tensor, torch.SymInt, torch.SymFloat)):
+        return value
+    try:
+        if hasattr(kind, "__index__"):
+            return operator.index(value)
+        if not isinstance(value, Real):
+            return value
+        number = float(value)
+    except (TypeError, OverflowError):  # an array of several numbers, a fraction beyond float
+        return value
+    return value if math.isinf(number) and number != value else number  # longdouble reaches beyond float too
 
 
-def groups(channels: int, num_groups: int) -> None:
-    """num_groups >= 1 divides the number of channels."""
-    number("num_groups", num_groups, (int, torch.SymInt))
+def integer(name: str, value: SupportsIndex) -> int:
+    """``value`` as an int, or the symbolic one that it is. A bool is refused, as PyTorch's functions do."""
+    if type(value) is int:
+        return value
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, _INTEGERS):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    return number
+
+
+def real(name: str, value: float) -> float:
+    """``value`` as an int or a float that a float can hold. A bool is refused."""
+    if type(value) is float:
+        return value
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        if isinstance(value, Real) and not isinstance(value, bool):
+            raise ValueError(f"{name} must be a number that a float can hold, got a larger {type(value).__name__}")
+        raise TypeError(f"{name} must be an int or a float, got {type(value).__name__}")
+    if isinstance(number, int) and abs(number) > sys.float_info.max:
+        bits = number.bit_length()
+        raise ValueError(f"{name} must be a number that a float can hold, got an integer of {bits} bits")
+    return number
+
+
+def groups(channels: int, num_groups: int) -> int:
+    """num_groups as an int that is at least 1 and divides the number of channels."""
+    num_groups = integer("num_groups", num_groups)
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, got {num_groups}")
     if channels % num_groups != 0:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
+    return num_groups
 
 
-def epsilon(eps: float) -> None:
-    """eps >= 0"""
-    number("eps", eps)
-    if not eps >= 0:
+def epsilon(eps: float) -> float:
+    """eps as a float that is not negative."""
+    number = real("eps", eps)
+    if not number >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
+    return float(number)
 
 
-def bounds(min_val: float, max_val: float) -> None:
-    """min_val <= max_val"""
-    number("min_val", min_val)
-    number("max_val", max_val)
-    if not min_val <= max_val:
+def bounds(min_val: float, max_val: float) -> tuple[float, float]:
+    """min_val and max_val as floats, of which the first is not the greater one."""
+    low, high = real("min_val", min_val), real("max_val", max_val)
+    if not low <= high:
         raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")
+    return float(low), float(high)

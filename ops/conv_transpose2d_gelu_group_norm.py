@@ -198,10 +198,10 @@ def conv_transpose2d_gelu_group_norm(
     vectors = {"conv_bias": conv_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
     checks.tensors({"input": input, "weight": weight}, vectors)
     geometry = convolution.check_conv_transpose2d(input, weight, stride, padding, output_padding, dilation, groups)
-    out_channels = weight.shape[1] * groups
+    out_channels = weight.shape[1] * geometry.groups
     checks.vectors(out_channels, **vectors)
-    checks.groups(out_channels, num_groups)
-    checks.epsilon(eps)
+    num_groups = checks.groups(out_channels, num_groups)
+    eps = checks.epsilon(eps)
     gelu_called(approximate)
     if tensor_parallel.is_distributed(input, weight, conv_bias, norm_weight, norm_bias):
         return tensor_parallel.on_shards(
@@ -241,9 +241,9 @@ def conv_transpose2d_gelu_group_norm(
         geometry.padding,
         geometry.output_padding,
         geometry.dilation,
-        groups,
+        geometry.groups,
         approximate,
-        float(eps),
+        eps,
         precision.convolutions_allow_tf32(),
         precision.needs_gradient(input, weight, conv_bias, norm_weight, norm_bias),
     )

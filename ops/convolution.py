@@ -45,17 +45,18 @@ class ConvTranspose2dGeometry:
         return rows, columns
 
 
-def _pair(name: str, value: int | Sequence[int], least: int) -> Pair:
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+def pair(name: str, value: int | Sequence[int], least: int) -> Pair:
+    """(value, value) or the pair that ``value`` is, of ints from ``least`` to 2**31 - 1."""
+    values = value if isinstance(value, (tuple, list)) else (value, value)
     if len(values) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints, got {value}")
-    for number in values:
-        checks.number(name, number, (int, torch.SymInt))
+    rows, columns = checks.integer(name, values[0]), checks.integer(name, values[1])
+    for number in (rows, columns):
         if number < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
         if number >= 2**31:
             raise ValueError(f"{name} must be less than 2**31, got {value}")
-    return values
+    return rows, columns
 
 
 def check_conv_transpose2d(
@@ -76,7 +77,7 @@ def check_conv_transpose2d(
         raise ValueError(f"weight must be 4-D {expected}, got shape {tuple(weight.shape)}")
     if 0 in weight.shape:
         raise ValueError(f"weight must have no axis of length 0, got shape {tuple(weight.shape)}")
-    checks.number("groups", groups, (int, torch.SymInt))
+    groups = checks.integer("groups", groups)
     if groups < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
     in_channels = weight.shape[0]
@@ -86,10 +87,10 @@ def check_conv_transpose2d(
         raise ValueError(f"input must have weight's {in_channels} in_channels, got shape {tuple(input.shape)}")
     geometry = ConvTranspose2dGeometry(
         (weight.shape[2], weight.shape[3]),
-        _pair("stride", stride, 1),
-        _pair("padding", padding, 0),
-        _pair("output_padding", output_padding, 0),
-        _pair("dilation", dilation, 1),
+        pair("stride", stride, 1),
+        pair("padding", padding, 0),
+        pair("output_padding", output_padding, 0),
+        pair("dilation", dilation, 1),
         groups,
     )
     for extra, step, spread in zip(geometry.output_padding, geometry.stride, geometry.dilation, strict=True):

@@ -155,13 +155,14 @@ def gelu_called(approximate: str) -> Pointwise:
     return GELU if approximate == "none" else GELU_TANH
 
 
-def _check(input, num_groups, weight, bias, eps):
+def _check(input, num_groups, weight, bias, eps) -> tuple[int, float]:
+    """Check the arguments, and return num_groups and eps as Python's numbers."""
     checks.tensors({"input": input}, {"weight": weight, "bias": bias})
     if input.ndim < 2:
         raise ValueError(f"input must be at least 2-D (batch, channels, *), got shape {tuple(input.shape)}")
-    checks.groups(input.shape[1], num_groups)
+    num_groups = checks.groups(input.shape[1], num_groups)
     checks.vectors(input.shape[1], weight=weight, bias=bias)
-    checks.epsilon(eps)
+    return num_groups, checks.epsilon(eps)
 
 
 def _runs_kernels(input):
@@ -184,14 +185,14 @@ def group_norm(
     Normalization, 2018), in float32. The result has the input's dtype and memory format. Raises ValueError or TypeError
     for arguments that do not fit.
     """
-    _check(input, num_groups, weight, bias, eps)
+    num_groups, eps = _check(input, num_groups, weight, bias, eps)
     if tensor_parallel.is_distributed(input, weight, bias):
         tensors = {"input": input, "weight": weight, "bias": bias}
         return tensor_parallel.on_shards(group_norm, tensor_parallel.NORM, tensors, num_groups, eps=eps)
     weight, bias = as_vectors(weight, bias)
     if not _runs_kernels(input):
         return in_reference(reference.group_norm, input, num_groups, weight, bias, eps=eps)
-    return _group_norm(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    return _group_norm(input, num_groups, weight, bias, 0.0, 0.0, eps)
 
 
 @repeated_eagerly
@@ -206,8 +207,8 @@ def group_norm_hardtanh(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """``hardtanh(group_norm(input, num_groups, weight, bias), min_val, max_val)``; see ``group_norm``."""
-    _check(input, num_groups, weight, bias, eps)
-    checks.bounds(min_val, max_val)
+    num_groups, eps = _check(input, num_groups, weight, bias, eps)
+    min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, weight, bias):
         tensors = {"input": input, "weight": weight, "bias": bias}
         others = {"min_val": min_val, "max_val": max_val, "eps": eps}
@@ -217,8 +218,7 @@ def group_norm_hardtanh(
         return in_reference(
             reference.group_norm_hardtanh, input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps
         )
-    scalars = float(min_val), float(max_val), float(eps)
-    return _group_norm_hardtanh(input, num_groups, weight, bias, *scalars)
+    return _group_norm_hardtanh(input, num_groups, weight, bias, min_val, max_val, eps)
 
 
 @repeated_eagerly
@@ -236,7 +236,7 @@ def gelu_group_norm(
     gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016) or, for "tanh"
     in place of "none", the approximation of it that ``torch.nn.functional.gelu`` defines.
     """
-    _check(input, num_groups, weight, bias, eps)
+    num_groups, eps = _check(input, num_groups, weight, bias, eps)
     gelu_called(approximate)
     if tensor_parallel.is_distributed(input, weight, bias):
         tensors, others = {"input": input, "weight": weight, "bias": bias}, {"approximate": approximate, "eps": eps}
@@ -247,4 +247,4 @@ def gelu_group_norm(
             reference.gelu_group_norm, input, num_groups, weight, bias, approximate=approximate, eps=eps
         )
     function = _gelu_group_norm if approximate == "none" else _gelu_tanh_group_norm
-    return function(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    return function(input, num_groups, weight, bias, 0.0, 0.0, eps)

@@ -37,8 +37,8 @@ def linear_group_norm_hardtanh(
     argument that does not fit.
     """
     vectors = {"linear_bias": linear_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    check_chain(input, weight, num_groups, eps, **vectors)
-    checks.bounds(min_val, max_val)
+    num_groups, eps = check_chain(input, weight, num_groups, eps, **vectors)
+    min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, weight, linear_bias, norm_weight, norm_bias):
         tensors = {"input": input, "weight": weight, **vectors}
         others = {"min_val": min_val, "max_val": max_val, "eps": eps}
@@ -63,9 +63,8 @@ def linear_group_norm_hardtanh(
     rows = input.reshape(-1, input.shape[-1])
     if fits_registers(weight.shape[0], 1, num_groups):
         training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias)
-        scalars = float(min_val), float(max_val), float(eps)
         result = _differentiable(
-            rows, weight, linear_bias, None, num_groups, norm_weight, norm_bias, *scalars, training
+            rows, weight, linear_bias, None, num_groups, norm_weight, norm_bias, min_val, max_val, eps, training
         )
     else:
         z = linear(rows, weight, linear_bias)

@@ -193,7 +193,7 @@ def linear_group_norm_min(
     naming an argument that does not fit.
     """
     vectors = {"linear_bias": linear_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    check_chain(input, weight, num_groups, eps, **vectors)
+    num_groups, eps = check_chain(input, weight, num_groups, eps, **vectors)
     checks.tensors({"input": input}, {"bias": bias})
     if input.ndim != 2:
         raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
@@ -223,9 +223,7 @@ def linear_group_norm_min(
         minimum = normalized.min(dim=1, keepdim=True)[0]
         return minimum if bias is None else (minimum + bias).to(dtype)
     training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias, bias)
-    result = _differentiable(
-        input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, float(eps), training
-    )
+    result = _differentiable(input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, eps, training)
     return result.view(-1, 1) if bias is None else result.view(1, *result.shape, 1)
 
 

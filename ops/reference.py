@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from ops.checks import plain
+
 Tensor = torch.Tensor
 
 
@@ -15,7 +17,7 @@ def bias_hardtanh_mish(
     input: Tensor, bias: Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
 ) -> Tensor:
     """mish(hardtanh(input + bias))"""
-    return F.mish(F.hardtanh(input if bias is None else input + bias, min_val, max_val))
+    return F.mish(F.hardtanh(input if bias is None else input + bias, plain(min_val), plain(max_val)))
 
 
 def group_norm(
@@ -31,7 +33,7 @@ def group_norm(
         shape = (1, -1) + (1,) * (input.ndim - 2)
         scaled = input if weight is None else input * weight.view(shape)
         return scaled if bias is None else scaled + bias.view(shape)
-    return torch.group_norm(input, num_groups, weight, bias, eps)
+    return torch.group_norm(input, plain(num_groups), weight, bias, plain(eps))
 
 
 def group_norm_hardtanh(
@@ -45,7 +47,7 @@ def group_norm_hardtanh(
     eps: float = 1e-5,
 ) -> Tensor:
     """hardtanh(group_norm(input))"""
-    return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), min_val, max_val)
+    return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), plain(min_val), plain(max_val))
 
 
 def gelu_group_norm(
@@ -133,5 +135,6 @@ def conv_transpose2d_gelu_group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """group_norm(gelu(conv_transpose2d(input)))"""
-    z = F.conv_transpose2d(input, weight, conv_bias, stride, padding, output_padding, groups, dilation)
+    geometry = plain((stride, padding, output_padding, groups, dilation))
+    z = F.conv_transpose2d(input, weight, conv_bias, *geometry)
     return gelu_group_norm(z, num_groups, norm_weight, norm_bias, approximate=approximate, eps=eps)

@@ -196,7 +196,7 @@ def test_groups_do_not_divide(chain, num_groups):
 @pytest.mark.parametrize("num_groups", [2.0, "2", None, True, torch.tensor(2), (2,)], ids=repr)
 @pytest.mark.parametrize("chain", GROUPED, ids=chain_id)
 def test_groups_are_no_integer(chain, num_groups):
-    message = f"num_groups must be int or SymInt, got {type(num_groups).__name__}"
+    message = f"num_groups must be an int, got {type(num_groups).__name__}"
     check_refused(chain, {"num_groups": num_groups}, TypeError, message)
 
 
@@ -214,7 +214,7 @@ def test_bounds_in_disorder(chain, bounds):
 @pytest.mark.parametrize("value", [None, "1", torch.tensor(1.0), False], ids=repr)
 @pytest.mark.parametrize("chain", BOUNDED, ids=chain_id)
 def test_bounds_are_no_numbers(chain, value, name):
-    check_refused(chain, {name: value}, TypeError, f"{name} must be int or float, got {type(value).__name__}")
+    check_refused(chain, {name: value}, TypeError, f"{name} must be an int or a float, got {type(value).__name__}")
 
 
 @pytest.mark.parametrize("name", ["min_val", "max_val", "eps"])
@@ -235,7 +235,7 @@ def test_negative_eps(chain, eps):
 @pytest.mark.parametrize("eps", [None, "1e-5", torch.tensor(1e-5), True], ids=repr)
 @pytest.mark.parametrize("chain", GROUPED, ids=chain_id)
 def test_eps_is_no_number(chain, eps):
-    check_refused(chain, {"eps": eps}, TypeError, f"eps must be int or float, got {type(eps).__name__}")
+    check_refused(chain, {"eps": eps}, TypeError, f"eps must be an int or a float, got {type(eps).__name__}")
 
 
 @pytest.mark.parametrize(
