@@ -3,6 +3,7 @@
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, SupportsIndex
 
@@ -53,18 +54,13 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
 def vectors(length: int, **arguments: torch.Tensor | None) -> None:
     """Each is None or holds one value a channel: shape (length,), or the same with leading ones."""
     for name, tensor in arguments.items():
-        if tensor is not None and not _is_vector(tensor.shape, length):
+        if tensor is not None and not is_vector(tensor.shape, length):
             raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
 
 
-def bias_shape(shape: torch.Size, length: int) -> None:
-    """What a module makes its bias of: the shape of one value a channel, as ``vectors`` takes it."""
-    if not _is_vector(shape, length):
-        raise ValueError(f"bias_shape must be ({length},), got {tuple(shape)}")
-
-
-def _is_vector(shape: torch.Size, length: int) -> bool:
-    return shape[-1:] == (length,) and shape.numel() == length
+def is_vector(shape: tuple[int, ...], length: int) -> bool:
+    """Whether a tensor of this shape holds one value a channel, as ``vectors`` takes it."""
+    return shape[-1:] == (length,) and math.prod(shape) == length
 
 
 def plain(value: Any) -> Any:
@@ -100,6 +96,12 @@ def integer(name: str, value: SupportsIndex) -> int:
     if isinstance(number, bool) or not isinstance(number, _INTEGERS):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     return number
+
+
+def shape(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """``value``, an int or several, as the shape of a tensor."""
+    sizes = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple([integer(name, size) for size in sizes])
 
 
 def real(name: str, value: float) -> float:

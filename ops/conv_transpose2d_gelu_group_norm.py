@@ -264,10 +264,21 @@ class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
         stride: int | tuple[int, int],
         groups: int,
         num_groups: int,
+        *,
+        conv_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.conv_transpose = torch.nn.ConvTranspose2d(in_channels, out_channels, kernel_size, stride=stride)
-        self.group_norm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_channels)
+        in_channels = checks.integer("in_channels", in_channels)
+        out_channels = checks.integer("out_channels", out_channels)
+        kernel_size, stride = convolution.pair("kernel_size", kernel_size, 1), convolution.pair("stride", stride, 1)
+        num_groups, eps = checks.groups(out_channels, num_groups), checks.epsilon(eps)
+        self.conv_transpose = torch.nn.ConvTranspose2d(
+            in_channels, out_channels, kernel_size, stride=stride, bias=conv_bias, device=device, dtype=dtype
+        )
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length

@@ -75,11 +75,31 @@ def linear_group_norm_hardtanh(
 class LinearGroupNormHardtanh(torch.nn.Module):
     """``hardtanh(group_norm(gemm(x)))`` with the parameters ``gemm.*`` and ``group_norm.*``."""
 
-    def __init__(self, in_features: int, out_features: int, num_groups: int, hardtanh_min: float, hardtanh_max: float):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
+        hardtanh_min: float,
+        hardtanh_max: float,
+        *,
+        linear_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.gemm = torch.nn.Linear(in_features, out_features)
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_features)
-        self.hardtanh = torch.nn.Hardtanh(min_val=hardtanh_min, max_val=hardtanh_max)
+        in_features = checks.integer("in_features", in_features)
+        out_features = checks.integer("out_features", out_features)
+        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        least, most = checks.real("hardtanh_min", hardtanh_min), checks.real("hardtanh_max", hardtanh_max)
+        if not least < most:  # torch.nn.Hardtanh asserts it
+            raise ValueError(
+                f"hardtanh_min must be less than hardtanh_max, got {hardtanh_min} for hardtanh_max={hardtanh_max}"
+            )
+        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
+        self.hardtanh = torch.nn.Hardtanh(min_val=least, max_val=most)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh

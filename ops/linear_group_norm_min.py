@@ -1,5 +1,7 @@
 """L75: Linear → GroupNorm → row minimum → + bias, forward and backward."""
 
+from collections.abc import Sequence
+
 import torch
 
 from autotune_configs import group_norm_config
@@ -167,7 +169,7 @@ def _backward(ctx, gradient):
 _differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
-def _is_channel_axis(shape: torch.Size) -> bool:
+def _is_channel_axis(shape: tuple[int, ...]) -> bool:
     return len(shape) == 4 and shape == (1, shape[1], 1, 1)
 
 
@@ -230,13 +232,34 @@ def linear_group_norm_min(
 class LinearGroupNormMin(torch.nn.Module):
     """``min(group_norm(gemm(x)), dim=1, keepdim=True)[0] + bias`` with ``gemm.*``, ``group_norm.*`` and ``bias``."""
 
-    def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple[int, ...]):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
+        bias_shape: Sequence[int],
+        *,
+        linear_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.gemm = torch.nn.Linear(in_features, out_features)
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_features)
-        self.bias = torch.nn.Parameter(torch.randn(bias_shape))
-        if not _is_channel_axis(self.bias.shape):
-            raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {tuple(self.bias.shape)}")
+        in_features = checks.integer("in_features", in_features)
+        out_features = checks.integer("out_features", out_features)
+        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        shape = checks.shape("bias_shape", bias_shape)
+        if not _is_channel_axis(shape):
+            raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {shape}")
+        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
+        self.bias = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw ``bias`` from the standard normal distribution; the layers reset their own parameters."""
+        if self.bias is not None:
+            torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         gemm, norm = self.gemm, self.group_norm

@@ -1,5 +1,7 @@
 """L94: Linear + bias → Hardtanh → Mish → GroupNorm, forward and backward."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ops import checks, precision, reference, submodules, tensor_parallel
@@ -79,13 +81,35 @@ def linear_hardtanh_mish_group_norm(
 class LinearHardtanhMishGroupNorm(torch.nn.Module):
     """``groupnorm(mish(hardtanh(gemm(x) + bias)))`` with the parameters ``gemm.*``, ``bias`` and ``groupnorm.*``."""
 
-    def __init__(self, in_features: int, out_features: int, bias_shape: tuple[int, ...], num_groups: int):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias_shape: int | Sequence[int],
+        num_groups: int,
+        *,
+        linear_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.gemm = torch.nn.Linear(in_features, out_features)
-        self.bias = torch.nn.Parameter(torch.randn(bias_shape))
-        checks.bias_shape(self.bias.shape, out_features)
+        in_features = checks.integer("in_features", in_features)
+        out_features = checks.integer("out_features", out_features)
+        shape = checks.shape("bias_shape", bias_shape)
+        if not checks.is_vector(shape, out_features):
+            raise ValueError(f"bias_shape must be ({out_features},), got {shape}")
+        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
+        self.bias = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.hardtanh = torch.nn.Hardtanh()
-        self.groupnorm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_features)
+        self.groupnorm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw ``bias`` from the standard normal distribution; the layers reset their own parameters."""
+        if self.bias is not None:
+            torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm

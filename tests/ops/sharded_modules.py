@@ -23,6 +23,10 @@ def modules():
         "L75": ops.LinearGroupNormMin(16, 24, 4, (1, 24, 1, 1)),
         "L30": ops.LinearGroupNormHardtanh(16, 24, 4, -0.75, 1.25),
         "L19": ops.ConvTranspose2dGeluGroupNorm(3, 8, 3, 2, 1, 4),
+        "L94 without a bias": ops.LinearHardtanhMishGroupNorm(16, 24, (24,), 4, linear_bias=False),
+        "L75 without a bias": ops.LinearGroupNormMin(16, 24, 4, (1, 24, 1, 1), linear_bias=False),
+        "L30 without a bias": ops.LinearGroupNormHardtanh(16, 24, 4, -0.75, 1.25, linear_bias=False),
+        "L19 without a bias": ops.ConvTranspose2dGeluGroupNorm(3, 8, 3, 2, 1, 4, conv_bias=False),
     }
 
 
@@ -53,7 +57,7 @@ def trains_as_alone(world, name, distribute, forward, **options):
         torch.testing.assert_close(result, expected[key], rtol=1e-8, atol=1e-8, msg=key)
 
 
-@check(name=["L94", "L75", "L30", "L19"])
+@check(name=list(modules()))
 def modules_by_channels(world, name):
     """PyTorch's distribute_module with ``shard_channels``: every parameter is cut, the state_dict keeps its keys."""
 
