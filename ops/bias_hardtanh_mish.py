@@ -72,7 +72,7 @@ def bias_hardtanh_mish(
     """
     checks.tensors({"input": input}, {"bias": bias})
     if input.ndim < 1:
-        raise ValueError("input must have at least one dimension (*, channels), got a scalar")
+        raise ValueError("input must have at least one dimension (*, channels), got a 0-D tensor")
     checks.vectors(input.shape[-1], bias=bias)
     min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, bias):

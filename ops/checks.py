@@ -11,6 +11,8 @@ import torch
 
 from ops import precision
 
+#: What a float holds at most, infinity apart.
+_LARGEST = sys.float_info.max
 _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
 #: What almost every argument is: one look at it, and no more.
 _AS_THEY_ARE = (int, float, bool, str, type(None))
@@ -29,7 +31,7 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {tensor.dtype}")
         if tensor.is_nested or tensor.layout != torch.strided:
-            got = "a nested one" if tensor.is_nested else tensor.layout
+            got = "a nested tensor" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name} must be a dense tensor, got {got}")
         if tensor.device != first.device:
             raise ValueError(f"{name} must be on {first_name}'s device {first.device}, got {tensor.device}")
@@ -44,7 +46,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
     if 0 in weight.shape:
         raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight.shape)}")
     if input.ndim < 1:
-        raise ValueError("input must have at least one dimension (*, in_features), got a scalar")
+        raise ValueError("input must have at least one dimension (*, in_features), got a 0-D tensor")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input's last dimension must be weight's in_features {weight.shape[1]}, got shape {tuple(input.shape)}"
@@ -111,11 +113,14 @@ def real(name: str, value: float) -> float:
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         if isinstance(value, Real) and not isinstance(value, bool):
-            raise ValueError(f"{name} must be a number that a float can hold, got a larger {type(value).__name__}")
+            raise ValueError(
+                f"{name} must be at most {_LARGEST:.6g} in magnitude, got a {type(value).__name__} beyond it"
+            )
         raise TypeError(f"{name} must be an int or a float, got {type(value).__name__}")
-    if isinstance(number, int) and abs(number) > sys.float_info.max:
-        bits = number.bit_length()
-        raise ValueError(f"{name} must be a number that a float can hold, got an integer of {bits} bits")
+    if isinstance(number, int) and abs(number) > _LARGEST:
+        raise ValueError(
+            f"{name} must be at most {_LARGEST:.6g} in magnitude, got an int of {number.bit_length()} bits"
+        )
     return number
 
 

@@ -76,15 +76,15 @@ def check_conv_transpose2d(
         expected = "(in_channels, out_channels // groups, kernel_height, kernel_width)"
         raise ValueError(f"weight must be 4-D {expected}, got shape {tuple(weight.shape)}")
     if 0 in weight.shape:
-        raise ValueError(f"weight must have no axis of length 0, got shape {tuple(weight.shape)}")
+        raise ValueError(f"weight must have no dimension of size 0, got shape {tuple(weight.shape)}")
     groups = checks.integer("groups", groups)
     if groups < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
     in_channels = weight.shape[0]
     if in_channels % groups != 0:
-        raise ValueError(f"groups must divide weight's {in_channels} in_channels, got {groups}")
+        raise ValueError(f"groups must divide the {in_channels} in_channels of weight, got {groups}")
     if input.shape[1] != in_channels:
-        raise ValueError(f"input must have weight's {in_channels} in_channels, got shape {tuple(input.shape)}")
+        raise ValueError(f"input must have the {in_channels} in_channels of weight, got shape {tuple(input.shape)}")
     geometry = ConvTranspose2dGeometry(
         (weight.shape[2], weight.shape[3]),
         pair("stride", stride, 1),
@@ -101,11 +101,11 @@ def check_conv_transpose2d(
             )
     height, width = input.shape[2:]
     if height < 1 or width < 1:
-        raise ValueError(f"input must have at least one pixel, got shape {tuple(input.shape)}")
+        raise ValueError(f"input must have a height and a width of at least 1, got shape {tuple(input.shape)}")
     rows, columns = geometry.output_size(height, width)
     if rows < 1 or columns < 1:
         raise ValueError(
-            f"padding must leave at least one pixel, got {padding}, which makes images of {rows} x {columns}"
+            f"padding must leave an output of at least 1 x 1 pixels, got {padding}, which makes it {rows} x {columns}"
         )
     return geometry
 

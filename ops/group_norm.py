@@ -149,7 +149,7 @@ _gelu_tanh_group_norm = _differentiable_group_norm("gelu_tanh_group_norm", activ
 def gelu_called(approximate: str) -> Pointwise:
     """The GELU that PyTorch knows by this ``approximate``; ValueError or TypeError where there is none."""
     if not isinstance(approximate, str):
-        raise TypeError(f"approximate must be str, got {type(approximate).__name__}")
+        raise TypeError(f"approximate must be a str, got {type(approximate).__name__}")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     return GELU if approximate == "none" else GELU_TANH

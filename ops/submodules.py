@@ -22,17 +22,17 @@ def change(layer: nn.Module | None, kind: type[nn.Module]) -> str:
     if type(layer) is not kind:
         return f"is a {type(layer).__module__}.{type(layer).__name__}, not torch.nn.{kind.__name__} itself"
     if _FORWARDS.get(kind) is not kind.forward or "forward" in layer.__dict__:
-        return "has a forward of its own"
+        return "has a forward set on it that is not its class's"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "has a hook"
-    return "" if layer._compiled_call_impl is None else "is compiled by itself"
+    return "" if layer._compiled_call_impl is None else "was compiled with its own compile()"
 
 
 def are_as_made(module: nn.Module, **layers: tuple[nn.Module, type[nn.Module]]) -> bool:
     """Whether a fused call may stand for calls of the module's layers, each given with its class; if not, says why."""
-    reason = "a hook is set on all modules" if has_global_hook() else _change_of_one(layers)
+    reason = "a global hook is set for all modules" if has_global_hook() else _change_of_one(layers)
     if reason:
-        _tell(f"{type(module).__name__} is not fused: {reason}")
+        _tell(f"{type(module).__name__} is not fused but runs its layers one by one: {reason}")
     return not reason
 
 

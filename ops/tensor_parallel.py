@@ -188,7 +188,7 @@ def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMes
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be a DTensor, as {first} is, got {type(tensor).__name__}")
         if tensor.device_mesh != mesh:
-            raise ValueError(f"{name} must lie on {first}'s mesh {mesh}, got {tensor.device_mesh}")
+            raise ValueError(f"{name} must be on {first}'s device mesh {mesh}, got {tensor.device_mesh}")
         given[name] = tensor
     return mesh, given
 
@@ -233,11 +233,14 @@ def _check_whole_groups(
     name = _holder_of_channels(layout)
     channels = tensors[name].shape[_channels_of(layout, name, tensors[name])]
     if channels % shards != 0:
-        raise ValueError(f"{name}'s channels must be a multiple of its {shards} shards, got {channels}")
+        raise ValueError(f"{name}'s number of channels must be a multiple of its {shards} shards, got {channels}")
 
 
 def _cut_groups(num_groups: int, shards: int) -> str:
-    return f"num_groups must be a multiple of the channels' {shards} shards, which hold whole groups, got {num_groups}"
+    return (
+        f"num_groups must be a multiple of the {shards} shards of the channels, each of which holds whole groups, "
+        f"got {num_groups}"
+    )
 
 
 def _share(

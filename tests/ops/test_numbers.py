@@ -171,13 +171,13 @@ def test_values_that_are_refused():
         ({"eps": Fraction(-1, 3)}, "eps must not be negative, got -1/3"),
         ({"min_val": np.float64("nan")}, "min_val must not be greater than max_val, got min_val=nan and max_val=1"),
         ({"min_val": Fraction(3, 2)}, "min_val must not be greater than max_val, got min_val=3/2 and max_val=1"),
-        ({"max_val": Fraction(10**400)}, "max_val must be a number that a float can hold, got a larger Fraction"),
+        ({"max_val": Fraction(10**400)}, "max_val must be at most 1.79769e+308 in magnitude, got a Fraction beyond it"),
     ):
         with pytest.raises(ValueError) as raised:
             L94.function(**{**arguments, **changes})
         assert str(raised.value) == message
     if np.finfo(np.longdouble).max > np.finfo(float).max:
-        with pytest.raises(ValueError, match="max_val must be a number that a float can hold, got a larger longdouble"):
+        with pytest.raises(ValueError, match="^max_val must be at most .* in magnitude, got a longdouble beyond it$"):
             L94.function(**{**arguments, "max_val": np.finfo(np.longdouble).max})
     infinite = {"min_val": np.float32("-inf"), "max_val": np.longdouble("inf")}
     expected = L94.function(**{**arguments, "min_val": -float("inf"), "max_val": float("inf")})
