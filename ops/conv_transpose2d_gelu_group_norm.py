@@ -185,15 +185,38 @@ def conv_transpose2d_gelu_group_norm(
     approximate: str = "none",
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``group_norm(gelu(conv_transpose2d(input, weight, conv_bias, ...)), num_groups, norm_weight, norm_bias)``
+    """Transposed 2-D convolution, GELU and GroupNorm, fused.
 
-    input (batch, in_channels, height, width), weight (in_channels, out_channels // groups, kernel_height,
-    kernel_width), the three vectors (out_channels) or None; float32, bfloat16, float16 or float64, all of one dtype
-    outside autocast. ``stride`` and the rest are those of ``torch.nn.functional.conv_transpose2d``, ``approximate``
-    ("none" or "tanh") that of ``torch.nn.functional.gelu``. Returns (batch, out_channels, output_height, output_width)
-    in the input's dtype, or autocast's, and in its memory format; PyTorch's GroupNorm may return contiguous images on a
-    GPU. gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
-    Raises ValueError or TypeError naming an argument that does not fit.
+    It computes::
+
+        group_norm(gelu(conv_transpose2d(input, weight, conv_bias, ...)), num_groups, norm_weight, norm_bias)
+
+    ``gelu(z) = z * (1 + erf(z / sqrt(2))) / 2`` (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016). All tensors
+    have one dtype (float32, bfloat16, float16 or float64) and are on one device. Under autocast their dtypes may
+    differ.
+
+    Args:
+        input: ``(batch, in_channels, height, width)``, contiguous or channels_last.
+        weight: ``(in_channels, out_channels // groups, kernel_height, kernel_width)``.
+        conv_bias: ``(out_channels,)`` of the convolution, or None for no bias.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_channels``.
+        norm_weight: ``(out_channels,)``, the scale of the GroupNorm, or None.
+        norm_bias: ``(out_channels,)``, the shift of the GroupNorm, or None.
+        stride: As in ``torch.nn.functional.conv_transpose2d``, an int or a pair (height, width).
+        padding: As ``stride``.
+        output_padding: As ``stride``. Smaller than the stride or the dilation.
+        groups: Number of groups of the convolution.
+        dilation: As ``stride``.
+        approximate: ``"none"``, or ``"tanh"`` for the approximation of ``torch.nn.functional.gelu``.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        ``(batch, out_channels, output_height, output_width)``, in the input's dtype, or autocast's, and in its memory
+        format. (PyTorch's GroupNorm may return contiguous images for channels_last ones on a GPU.)
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
     vectors = {"conv_bias": conv_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
     checks.tensors({"input": input, "weight": weight}, vectors)
@@ -250,10 +273,27 @@ def conv_transpose2d_gelu_group_norm(
 
 
 class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
-    """``group_norm(gelu(conv_transpose(x)))`` with the parameters ``conv_transpose.*`` and ``group_norm.*``.
+    """Transposed 2-D convolution, GELU and GroupNorm: ``group_norm(gelu(conv_transpose(input)))``.
 
-    The result has the input's memory format; PyTorch's GroupNorm may return contiguous images on a GPU.
-    ``groups`` is taken and unused, as in the plain model: the convolution has one group.
+    It has the parameters of the plain model: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``
+    and ``group_norm.bias``. The result has the input's memory format. See :func:`ops.conv_transpose2d_gelu_group_norm`.
+
+    Args:
+        in_channels: Number of the input's channels.
+        out_channels: Number of the output's channels.
+        kernel_size: Size of the convolution's kernel, an int or a pair (height, width).
+        stride: Stride of the convolution, an int or a pair (height, width).
+        groups: Not used, as in the plain model: the convolution has one group.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_channels``.
+        conv_bias: Whether ``conv_transpose`` has a bias.
+        eps: Added to each variance of the GroupNorm.
+        device: Device of the parameters, as for ``torch.nn.ConvTranspose2d``.
+        dtype: Dtype of the parameters, as for ``torch.nn.ConvTranspose2d``.
+
+    Example::
+
+        layer = ops.ConvTranspose2dGeluGroupNorm(3, 16, kernel_size=3, stride=1, groups=1, num_groups=4)
+        layer(torch.randn(2, 3, 32, 32))  # (2, 16, 34, 34)
     """
 
     def __init__(

@@ -185,14 +185,33 @@ def linear_group_norm_min(
     *,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``min(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), dim=1, keepdim=True)[0]
-    + bias``
+    """Linear layer, GroupNorm, minimum of each row and bias, fused.
 
-    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight, norm_bias (out_features)
-    or None, bias (1, channels, 1, 1) or None; float32, bfloat16, float16 or float64, all of one dtype outside autocast.
-    Returns (1, channels, batch, 1), or (batch, 1) without a bias, in the input's dtype, or autocast's. A NaN in a row
-    is its minimum; the gradient goes to one index, the first that holds the minimum. Raises ValueError or TypeError
-    naming an argument that does not fit.
+    It computes::
+
+        normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias)
+        torch.min(normalized, dim=1, keepdim=True)[0] + bias
+
+    Each row is one sample of the GroupNorm. A NaN in a row is its minimum. The gradient of a row goes to one column,
+    the first one that holds the minimum. All tensors have one dtype (float32, bfloat16, float16 or float64) and are on
+    one device. Under autocast their dtypes may differ.
+
+    Args:
+        input: ``(batch, in_features)``.
+        weight: ``(out_features, in_features)`` of the linear layer.
+        linear_bias: ``(out_features,)`` of the linear layer, or None for no bias.
+        num_groups: Number of groups that the channels are divided into. It must divide them.
+        norm_weight: ``(out_features,)``, the scale of the GroupNorm, or None.
+        norm_bias: ``(out_features,)``, the shift of the GroupNorm, or None.
+        bias: ``(1, channels, 1, 1)``, with any number of channels, or None.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        ``(1, channels, batch, 1)``, or ``(batch, 1)`` without a ``bias``, in the input's dtype, or autocast's.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
     vectors = {"linear_bias": linear_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
     num_groups, eps = check_chain(input, weight, num_groups, eps, **vectors)
@@ -230,7 +249,26 @@ def linear_group_norm_min(
 
 
 class LinearGroupNormMin(torch.nn.Module):
-    """``min(group_norm(gemm(x)), dim=1, keepdim=True)[0] + bias`` with ``gemm.*``, ``group_norm.*`` and ``bias``."""
+    """Linear layer, GroupNorm, row minimum and bias: ``min(group_norm(gemm(input)), dim=1, keepdim=True)[0] + bias``.
+
+    It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``group_norm.weight``, ``group_norm.bias``
+    and ``bias``. See :func:`ops.linear_group_norm_min`.
+
+    Args:
+        in_features: Size of each input row.
+        out_features: Size of the rows that the minimum is taken of.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_features``.
+        bias_shape: Shape of ``bias``: ``(1, channels, 1, 1)``, with any number of channels.
+        linear_bias: Whether ``gemm`` has a bias.
+        eps: Added to each variance of the GroupNorm.
+        device: Device of the parameters, as for ``torch.nn.Linear``.
+        dtype: Dtype of the parameters, as for ``torch.nn.Linear``.
+
+    Example::
+
+        layer = ops.LinearGroupNormMin(64, 128, num_groups=8, bias_shape=(1, 128, 1, 1))
+        layer(torch.randn(16, 64))  # (1, 128, 16, 1)
+    """
 
     def __init__(
         self,
