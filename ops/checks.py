@@ -1,4 +1,4 @@
-"""Argument checks: one ValueError or TypeError that names the argument, what was expected and what came."""
+"""Argument checks. Each raises one ValueError or TypeError that names the argument, what was expected and what came."""
 
 import math
 import operator
@@ -11,17 +11,17 @@ import torch
 
 from ops import precision
 
-#: What a float holds at most, infinity apart.
+#: The largest finite float.
 _LARGEST = sys.float_info.max
 _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
-#: What almost every argument is: one look at it, and no more.
+#: The types of almost every argument. ``plain`` returns them at once.
 _AS_THEY_ARE = (int, float, bool, str, type(None))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor | None]) -> None:
-    """All are dense tensors of a dtype that is taken, the optional ones or None; of one device and, outside autocast,
-    one dtype."""
+    """All tensors are dense and have a supported dtype. All are on one device and, outside autocast, have one dtype.
+    An optional one may be None."""
     first_name, first = next(iter(required.items()))
     for name, tensor in (required | optional).items():
         if tensor is None and name in optional:
@@ -40,7 +40,7 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
-    """input (*, in_features) and weight (out_features, in_features), none of the features empty."""
+    """input is ``(*, in_features)`` and weight ``(out_features, in_features)``, with at least one feature each."""
     if weight.ndim != 2:
         raise ValueError(f"weight must be 2-D (out_features, in_features), got shape {tuple(weight.shape)}")
     if 0 in weight.shape:
@@ -54,7 +54,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def vectors(length: int, **arguments: torch.Tensor | None) -> None:
-    """Each is None or holds one value a channel: shape (length,), or the same with leading ones."""
+    """Each is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
     for name, tensor in arguments.items():
         if tensor is not None and not is_vector(tensor.shape, length):
             raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
@@ -66,10 +66,10 @@ def is_vector(shape: tuple[int, ...], length: int) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A number of another library (NumPy, ``fractions``) as an int or a float, in a tuple or a list too.
+    """A number of another library (NumPy, ``fractions``) as an int or a float; in a tuple or a list, each of them.
 
-    Everything else is returned as it is: Python's numbers, what PyTorch traces (tensors, symbolic numbers), and what is
-    no number or too large for a float.
+    Everything else is returned as it is: Python's numbers, tensors, PyTorch's symbolic numbers, whatever is no number,
+    and numbers too large for a float.
     """
     kind = type(value)
     if kind in _AS_THEY_ARE:
@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:
 
 
 def integer(name: str, value: SupportsIndex) -> int:
-    """``value`` as an int, or the symbolic one that it is. A bool is refused, as PyTorch's functions do."""
+    """``value`` as an int; a symbolic int stays one. A bool is refused, as PyTorch does."""
     if type(value) is int:
         return value
     number = plain(value)
@@ -101,13 +101,13 @@ def integer(name: str, value: SupportsIndex) -> int:
 
 
 def shape(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """``value``, an int or several, as the shape of a tensor."""
+    """``value``, an int or a sequence of ints, as the shape of a tensor."""
     sizes = value if isinstance(value, (tuple, list)) else (value,)
     return tuple([integer(name, size) for size in sizes])
 
 
 def real(name: str, value: float) -> float:
-    """``value`` as an int or a float that a float can hold. A bool is refused."""
+    """``value`` as an int or a float, within the range of a float. A bool is refused."""
     if type(value) is float:
         return value
     number = plain(value)
@@ -125,7 +125,7 @@ def real(name: str, value: float) -> float:
 
 
 def groups(channels: int, num_groups: int) -> int:
-    """num_groups as an int that is at least 1 and divides the number of channels."""
+    """num_groups as an int. It is at least 1 and divides the number of channels."""
     num_groups = integer("num_groups", num_groups)
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, got {num_groups}")
@@ -135,7 +135,7 @@ def groups(channels: int, num_groups: int) -> int:
 
 
 def epsilon(eps: float) -> float:
-    """eps as a float that is not negative."""
+    """eps as a float. It is not negative."""
     number = real("eps", eps)
     if not number >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
@@ -143,7 +143,7 @@ def epsilon(eps: float) -> float:
 
 
 def bounds(min_val: float, max_val: float) -> tuple[float, float]:
-    """min_val and max_val as floats, of which the first is not the greater one."""
+    """min_val and max_val as floats. The first is not greater than the second."""
     low, high = real("min_val", min_val), real("max_val", max_val)
     if not low <= high:
         raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")

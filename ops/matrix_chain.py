@@ -1,4 +1,4 @@
-"""Linear → pointwise → GroupNorm → pointwise as one operator: what L94 and L30 have in common."""
+"""Linear → pointwise → GroupNorm → pointwise as one operator, which L94 and L30 share."""
 
 from collections.abc import Callable
 
