@@ -49,8 +49,7 @@ def store_sums(target, offsets, values, mask):
 
 
 def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> tuple[torch.Tensor | None, ...]:
-    """Buffers for the sums over each of ``chunks`` chunks of rows. ``add_up`` adds them up to ``vectors`` ([C], or
-    None).
+    """Buffers for sums over each of ``chunks`` chunks of rows, for ``add_up`` to add up to ``vectors`` ([C], or None).
 
     For one chunk, they are the vectors themselves.
     """

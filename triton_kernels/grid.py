@@ -18,10 +18,10 @@ def next_power_of_2(size: int) -> int:
 
 
 def grid_of(first: int, second: int) -> tuple[int, int, int]:
-    """A grid of ``first`` x ``second`` programs. A few may lie past the end of the second axis, where y is too short
-    for it.
+    """A grid of ``first`` x ``second`` programs.
 
-    A kernel masks those out, as it masks the end of its last block.
+    Where y is too short for the second axis, a few programs lie past its end. A kernel masks those out, as it masks the
+    end of its last block.
     """
     layers = max(1, blocks_of(second, _MOST_ALONG_Y))
     return first, blocks_of(second, layers), layers

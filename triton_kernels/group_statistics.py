@@ -26,8 +26,8 @@ def normalize_groups(groups, inside, eps, GROUP_SIZE: tl.constexpr):
     mean = tl.sum(groups, 2) / GROUP_SIZE
     centred = groups - tl.expand_dims(mean, 2)
     if inside is not None:
-        # Dividing by GROUP_SIZE rounds where it is no power of two. In a nearly constant group that error may be as large
-        # as the differences between the values. So the mean of the centred values is subtracted as well.
+        # Dividing by GROUP_SIZE rounds where it is no power of two. In a nearly constant group that error may be as
+        # large as the differences between the values. So the mean of the centred values is subtracted as well.
         centred = tl.where(inside, centred, 0.0)
         centred -= tl.expand_dims(tl.sum(centred, 2) / GROUP_SIZE, 2)
         centred = tl.where(inside, centred, 0.0)
