@@ -77,7 +77,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         numbers = [plain(each) for each in value]
         return numbers if isinstance(value, list) else tuple(numbers)
-    if isinstance(value, (bool, torch.Tensor, torch.SymInt, torch.SymFloat)):
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
         return value
     try:
         if hasattr(kind, "__index__"):

@@ -321,6 +321,7 @@ class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
         self.group_norm = torch.nn.GroupNorm(num_groups, out_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(batch, in_channels, height, width)``; the result has ``out_channels``."""
         conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
         norm = self.group_norm
         if not submodules.are_as_made(

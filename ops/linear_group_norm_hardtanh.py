@@ -147,6 +147,7 @@ class LinearGroupNormHardtanh(torch.nn.Module):
         self.hardtanh = torch.nn.Hardtanh(min_val=least, max_val=most)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
         if not submodules.are_as_made(
             self,

@@ -300,6 +300,7 @@ class LinearGroupNormMin(torch.nn.Module):
             torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(batch, in_features)``; the result is ``(1, channels, batch, 1)``."""
         gemm, norm = self.gemm, self.group_norm
         if not submodules.are_as_made(self, gemm=(gemm, torch.nn.Linear), group_norm=(norm, torch.nn.GroupNorm)):
             minimum = torch.min(norm(gemm(input)), dim=1, keepdim=True)[0]

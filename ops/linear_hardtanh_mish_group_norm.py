@@ -152,6 +152,7 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
             torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm
         if not submodules.are_as_made(
             self,
