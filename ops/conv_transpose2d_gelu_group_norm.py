@@ -17,14 +17,14 @@ from triton_kernels.pointwise import GELU, GELU_OF, Pointwise, identity
 
 
 def _geometry(weight, stride, padding, output_padding, dilation, groups) -> ConvTranspose2dGeometry:
-    """Of the operators' arguments, which are checked already."""
+    """The geometry from the operators' arguments, which are checked already."""
     pairs = (weight.shape[2:], stride, padding, output_padding, dilation)
     kernel_size, stride, padding, output_padding, dilation = map(tuple, pairs)
     return ConvTranspose2dGeometry(kernel_size, stride, padding, output_padding, dilation, groups)
 
 
 def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
-    """GELU, to the digits that values of this dtype have."""
+    """GELU, as precise as values of this dtype are."""
     function = gelu_called(approximate)
     return GELU_OF[dtype] if function is GELU else function
 
@@ -33,7 +33,7 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
     *geometry, approximate, eps, allow_tf32, training = arguments
     geometry = _geometry(weight, *geometry)
     is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
-    # The library would add the bias in a pass of its own, so the norm's passes do.
+    # cuDNN would add the bias in a separate pass, so the norm's passes add it.
     options = {
         "activation": _activation(approximate, input.dtype),
         "input_bias": None if is_direct else conv_bias,
