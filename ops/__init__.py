@@ -1,4 +1,10 @@
-"""Fused layer chains, forward and backward, as functional replacements of PyTorch's own."""
+"""Fused layer chains for PyTorch, forward and backward: drop-in functions and modules, and ``fuse`` for whole models.
+
+The functions run as Triton kernels on NVIDIA GPUs, for float32, bfloat16 and float16. On the CPU, and for float64, they
+run as the plain PyTorch of ``ops.reference``. They work with autograd, autocast, ``torch.compile``, ``torch.export``
+and DTensor. Numbers may be Python's or NumPy's, or anything else that stands for an integer (``__index__``) or is a
+``numbers.Real``.
+"""
 
 from ops.sibling_packages import require_own_siblings
 

@@ -65,16 +65,28 @@ _differentiable = operators.differentiable(_operator, _setup_context, _backward)
 def bias_hardtanh_mish(
     input: torch.Tensor, bias: torch.Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
 ) -> torch.Tensor:
-    """``mish(hardtanh(input + bias, min_val, max_val))`` for input (*, channels) and bias (channels) or None.
+    """Add a bias, then apply Hardtanh and Mish, in one kernel: ``mish(hardtanh(input + bias, min_val, max_val))``.
 
-    mish(z) = z * tanh(softplus(z)) (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019). The
-    result has the input's dtype. Raises ValueError or TypeError for arguments that do not fit.
+    ``mish(z) = z * tanh(softplus(z))`` (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019).
+
+    Args:
+        input: ``(*, channels)``, float32, bfloat16, float16 or float64.
+        bias: ``(channels,)``, or None for no bias.
+        min_val: Lower bound of the Hardtanh.
+        max_val: Upper bound of the Hardtanh.
+
+    Returns:
+        A tensor of the input's shape and dtype.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
     checks.tensors({"input": input}, {"bias": bias})
     if input.ndim < 1:
-        raise ValueError("input must have at least one dimension (*, channels), got a scalar")
+        raise ValueError("input must have at least one dimension (*, channels), got a 0-D tensor")
     checks.vectors(input.shape[-1], bias=bias)
-    checks.bounds(min_val, max_val)
+    min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, bias):
         tensors = {"input": input, "bias": bias}
         layout = tensor_parallel.POINTWISE
@@ -83,5 +95,5 @@ def bias_hardtanh_mish(
     if not precision.runs_kernels(input):
         return in_reference(reference.bias_hardtanh_mish, input, bias, min_val=min_val, max_val=max_val)
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1]).contiguous()
-    result = _differentiable(rows, bias, float(min_val), float(max_val))
+    result = _differentiable(rows, bias, min_val, max_val)
     return with_leading_shape(result, input)

@@ -1,4 +1,4 @@
-"""What the Linear chains share: checking their arguments, and whether the norm runs inside the product's kernel."""
+"""What the Linear chains share: the argument check, and the choice between one kernel and two."""
 
 import functools
 import math
@@ -11,29 +11,35 @@ from ops import checks, gemm, precision
 
 def check_chain(
     input: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, **vectors: torch.Tensor | None
-) -> None:
-    """Check a chain's tensors, groups and eps; ``vectors`` are over weight's out_features."""
+) -> tuple[int, float]:
+    """Check a chain's tensors, num_groups and eps, and return the last two as Python's numbers.
+
+    ``vectors`` have one value for each of weight's out_features.
+    """
     checks.tensors({"input": input, "weight": weight}, vectors)
     checks.linear(input, weight)
     checks.vectors(weight.shape[0], **vectors)
-    checks.groups(weight.shape[0], num_groups)
-    checks.epsilon(eps)
+    return checks.groups(weight.shape[0], num_groups), checks.epsilon(eps)
 
 
 def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """1-D, in their own dtype, as the operators take them."""
+    """The tensors as 1-D vectors, in their own dtype, as the operators take them."""
     return tuple(tensor if tensor is None or tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors)
 
 
 def with_leading_shape(rows: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """A result [rows, channels] of input (*, features) as (*, channels); of a matrix as it is, which is no view."""
+    """A result ``[rows, channels]`` in the shape ``(*, channels)`` of an input ``(*, features)``.
+
+    For a matrix it is returned as it is, not as a view.
+    """
     return rows if input.ndim == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
 
 
 def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *arguments, **scalars) -> torch.Tensor:
-    """``function`` of ``ops.reference`` in the widest of its arguments' dtypes, which differ under autocast alone.
+    """Call ``function`` of ``ops.reference`` in the widest of its arguments' dtypes. They differ only under autocast.
 
-    A bound beyond what that dtype reaches is infinity there, as it is for the kernels; PyTorch would refuse it.
+    PyTorch refuses a bound beyond the range of that dtype. The kernels take it for infinity, so here it becomes
+    infinity.
     """
     tensors = [input, *(argument for argument in arguments if isinstance(argument, torch.Tensor))]
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
@@ -48,8 +54,11 @@ def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *ar
 def fused_product_config(
     kernel: str, input: torch.Tensor, weight: torch.Tensor, group_size: int, *biases: torch.Tensor | None
 ) -> gemm.Config | None:
-    """How the product's kernel multiplies and does all the rest; None where that takes a pass of its own, as no tile
-    holds whole groups, or the library multiplies."""
+    """The config of the product's kernel where that kernel does the whole chain, else None.
+
+    It is None where no tile of the kernel holds whole groups, and where cuBLAS multiplies. A second kernel then
+    normalises the product.
+    """
     if precision.library_multiplies(input, weight.shape[0], *biases):
         return None
     config = gemm.product_config(kernel, input, weight, group_size)

@@ -1,17 +1,27 @@
-"""Argument checks: one ValueError or TypeError that names the argument, what was expected and what came."""
+"""Argument checks. Each raises one ValueError or TypeError that names the argument, what was expected and what came."""
 
+import math
+import operator
 import sys
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, SupportsIndex
 
 import torch
 
 from ops import precision
 
+#: The largest finite float.
+_LARGEST = sys.float_info.max
+_INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
+#: The types of almost every argument. ``plain`` returns them at once.
+_AS_THEY_ARE = (int, float, bool, str, type(None))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor | None]) -> None:
-    """All are dense tensors of a dtype that is taken, the optional ones or None; of one device and, outside autocast,
-    one dtype."""
+    """All tensors are dense and have a supported dtype. All are on one device and, outside autocast, have one dtype.
+    An optional one may be None."""
     first_name, first = next(iter(required.items()))
     for name, tensor in (required | optional).items():
         if tensor is None and name in optional:
@@ -21,7 +31,7 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {tensor.dtype}")
         if tensor.is_nested or tensor.layout != torch.strided:
-            got = "a nested one" if tensor.is_nested else tensor.layout
+            got = "a nested tensor" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name} must be a dense tensor, got {got}")
         if tensor.device != first.device:
             raise ValueError(f"{name} must be on {first_name}'s device {first.device}, got {tensor.device}")
@@ -30,13 +40,13 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
-    """input (*, in_features) and weight (out_features, in_features), none of the features empty."""
+    """input is ``(*, in_features)`` and weight ``(out_features, in_features)``, with at least one feature each."""
     if weight.ndim != 2:
         raise ValueError(f"weight must be 2-D (out_features, in_features), got shape {tuple(weight.shape)}")
     if 0 in weight.shape:
         raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight.shape)}")
     if input.ndim < 1:
-        raise ValueError("input must have at least one dimension (*, in_features), got a scalar")
+        raise ValueError("input must have at least one dimension (*, in_features), got a 0-D tensor")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input's last dimension must be weight's in_features {weight.shape[1]}, got shape {tuple(input.shape)}"
@@ -44,49 +54,97 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def vectors(length: int, **arguments: torch.Tensor | None) -> None:
-    """Each is None or holds one value a channel: shape (length,), or the same with leading ones."""
+    """Each is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
     for name, tensor in arguments.items():
-        if tensor is not None and not _is_vector(tensor.shape, length):
+        if tensor is not None and not is_vector(tensor.shape, length):
             raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
 
 
-def bias_shape(shape: torch.Size, length: int) -> None:
-    """What a module makes its bias of: the shape of one value a channel, as ``vectors`` takes it."""
-    if not _is_vector(shape, length):
-        raise ValueError(f"bias_shape must be ({length},), got {tuple(shape)}")
+def is_vector(shape: tuple[int, ...], length: int) -> bool:
+    """Whether a tensor of this shape holds one value a channel, as ``vectors`` takes it."""
+    return shape[-1:] == (length,) and math.prod(shape) == length
 
 
-def _is_vector(shape: torch.Size, length: int) -> bool:
-    return shape[-1:] == (length,) and shape.numel() == length
+def plain(value: Any) -> Any:
+    """A number of another library (NumPy, ``fractions``) as an int or a float; in a tuple or a list, each of them.
+
+    Everything else is returned as it is: Python's numbers, tensors, PyTorch's symbolic numbers, whatever is no number,
+    and numbers too large for a float.
+    """
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if isinstance(value, (tuple, list)):
+        numbers = [plain(each) for each in value]
+        return numbers if isinstance(value, list) else tuple(numbers)
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
+        return value
+    try:
+        if hasattr(kind, "__index__"):
+            return operator.index(value)
+        if not isinstance(value, Real):
+            return value
+        number = float(value)
+    except (TypeError, OverflowError):  # an array of several numbers, a fraction beyond float
+        return value
+    return value if math.isinf(number) and number != value else number  # longdouble reaches beyond float too
 
 
-def number(name: str, value: float, kinds: tuple[type, ...] = (int, float)) -> None:
-    """A plain number of one of these types (bool is none), and no integer that is too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a number that a float can hold, got an integer of {value.bit_length()} bits")
+def integer(name: str, value: SupportsIndex) -> int:
+    """``value`` as an int; a symbolic int stays one. A bool is refused, as PyTorch does."""
+    if type(value) is int:
+        return value
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, _INTEGERS):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    return number
 
 
-def groups(channels: int, num_groups: int) -> None:
-    """num_groups >= 1 divides the number of channels."""
-    number("num_groups", num_groups, (int, torch.SymInt))
+def shape(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """``value``, an int or a sequence of ints, as the shape of a tensor."""
+    sizes = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple([integer(name, size) for size in sizes])
+
+
+def real(name: str, value: float) -> float:
+    """``value`` as an int or a float, within the range of a float. A bool is refused."""
+    if type(value) is float:
+        return value
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        if isinstance(value, Real) and not isinstance(value, bool):
+            raise ValueError(
+                f"{name} must be at most {_LARGEST:.6g} in magnitude, got a {type(value).__name__} beyond it"
+            )
+        raise TypeError(f"{name} must be an int or a float, got {type(value).__name__}")
+    if isinstance(number, int) and abs(number) > _LARGEST:
+        raise ValueError(
+            f"{name} must be at most {_LARGEST:.6g} in magnitude, got an int of {number.bit_length()} bits"
+        )
+    return number
+
+
+def groups(channels: int, num_groups: int) -> int:
+    """num_groups as an int. It is at least 1 and divides the number of channels."""
+    num_groups = integer("num_groups", num_groups)
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, got {num_groups}")
     if channels % num_groups != 0:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
+    return num_groups
 
 
-def epsilon(eps: float) -> None:
-    """eps >= 0"""
-    number("eps", eps)
-    if not eps >= 0:
+def epsilon(eps: float) -> float:
+    """eps as a float. It is not negative."""
+    number = real("eps", eps)
+    if not number >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
+    return float(number)
 
 
-def bounds(min_val: float, max_val: float) -> None:
-    """min_val <= max_val"""
-    number("min_val", min_val)
-    number("max_val", max_val)
-    if not min_val <= max_val:
+def bounds(min_val: float, max_val: float) -> tuple[float, float]:
+    """min_val and max_val as floats. The first is not greater than the second."""
+    low, high = real("min_val", min_val), real("max_val", max_val)
+    if not low <= high:
         raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")
+    return float(low), float(high)

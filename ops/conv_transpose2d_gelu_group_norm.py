@@ -17,14 +17,14 @@ from triton_kernels.pointwise import GELU, GELU_OF, Pointwise, identity
 
 
 def _geometry(weight, stride, padding, output_padding, dilation, groups) -> ConvTranspose2dGeometry:
-    """Of the operators' arguments, which are checked already."""
+    """The geometry from the operators' arguments, which are checked already."""
     pairs = (weight.shape[2:], stride, padding, output_padding, dilation)
     kernel_size, stride, padding, output_padding, dilation = map(tuple, pairs)
     return ConvTranspose2dGeometry(kernel_size, stride, padding, output_padding, dilation, groups)
 
 
 def _activation(approximate: str, dtype: torch.dtype) -> Pointwise:
-    """GELU, to the digits that values of this dtype have."""
+    """GELU, as precise as values of this dtype are."""
     function = gelu_called(approximate)
     return GELU_OF[dtype] if function is GELU else function
 
@@ -33,7 +33,7 @@ def _forward(input, weight, conv_bias, norm_weight, norm_bias, num_groups, *argu
     *geometry, approximate, eps, allow_tf32, training = arguments
     geometry = _geometry(weight, *geometry)
     is_direct = direct_convolution.takes(input, weight, geometry, allow_tf32)
-    # The library would add the bias in a pass of its own, so the norm's passes do.
+    # cuDNN would add the bias in a separate pass, so the norm's passes add it.
     options = {
         "activation": _activation(approximate, input.dtype),
         "input_bias": None if is_direct else conv_bias,
@@ -185,23 +185,46 @@ def conv_transpose2d_gelu_group_norm(
     approximate: str = "none",
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``group_norm(gelu(conv_transpose2d(input, weight, conv_bias, ...)), num_groups, norm_weight, norm_bias)``
+    """Transposed 2-D convolution, GELU and GroupNorm, fused.
 
-    input (batch, in_channels, height, width), weight (in_channels, out_channels // groups, kernel_height,
-    kernel_width), the three vectors (out_channels) or None; float32, bfloat16, float16 or float64, all of one dtype
-    outside autocast. ``stride`` and the rest are those of ``torch.nn.functional.conv_transpose2d``, ``approximate``
-    ("none" or "tanh") that of ``torch.nn.functional.gelu``. Returns (batch, out_channels, output_height, output_width)
-    in the input's dtype, or autocast's, and in its memory format; PyTorch's GroupNorm may return contiguous images on a
-    GPU. gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
-    Raises ValueError or TypeError naming an argument that does not fit.
+    It computes::
+
+        group_norm(gelu(conv_transpose2d(input, weight, conv_bias, ...)), num_groups, norm_weight, norm_bias)
+
+    ``gelu(z) = z * (1 + erf(z / sqrt(2))) / 2`` (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016). All tensors
+    have one dtype (float32, bfloat16, float16 or float64) and are on one device. Under autocast their dtypes may
+    differ.
+
+    Args:
+        input: ``(batch, in_channels, height, width)``, contiguous or channels_last.
+        weight: ``(in_channels, out_channels // groups, kernel_height, kernel_width)``.
+        conv_bias: ``(out_channels,)`` of the convolution, or None for no bias.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_channels``.
+        norm_weight: ``(out_channels,)``, the scale of the GroupNorm, or None.
+        norm_bias: ``(out_channels,)``, the shift of the GroupNorm, or None.
+        stride: As in ``torch.nn.functional.conv_transpose2d``, an int or a pair (height, width).
+        padding: As ``stride``.
+        output_padding: As ``stride``. Smaller than the stride or the dilation.
+        groups: Number of groups of the convolution.
+        dilation: As ``stride``.
+        approximate: ``"none"``, or ``"tanh"`` for the approximation of ``torch.nn.functional.gelu``.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        ``(batch, out_channels, output_height, output_width)``, in the input's dtype, or autocast's, and in its memory
+        format. (PyTorch's GroupNorm may return contiguous images for channels_last ones on a GPU.)
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
     vectors = {"conv_bias": conv_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
     checks.tensors({"input": input, "weight": weight}, vectors)
     geometry = convolution.check_conv_transpose2d(input, weight, stride, padding, output_padding, dilation, groups)
-    out_channels = weight.shape[1] * groups
+    out_channels = weight.shape[1] * geometry.groups
     checks.vectors(out_channels, **vectors)
-    checks.groups(out_channels, num_groups)
-    checks.epsilon(eps)
+    num_groups = checks.groups(out_channels, num_groups)
+    eps = checks.epsilon(eps)
     gelu_called(approximate)
     if tensor_parallel.is_distributed(input, weight, conv_bias, norm_weight, norm_bias):
         return tensor_parallel.on_shards(
@@ -241,19 +264,36 @@ def conv_transpose2d_gelu_group_norm(
         geometry.padding,
         geometry.output_padding,
         geometry.dilation,
-        groups,
+        geometry.groups,
         approximate,
-        float(eps),
+        eps,
         precision.convolutions_allow_tf32(),
         precision.needs_gradient(input, weight, conv_bias, norm_weight, norm_bias),
     )
 
 
 class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
-    """``group_norm(gelu(conv_transpose(x)))`` with the parameters ``conv_transpose.*`` and ``group_norm.*``.
+    """Transposed 2-D convolution, GELU and GroupNorm: ``group_norm(gelu(conv_transpose(input)))``.
 
-    The result has the input's memory format; PyTorch's GroupNorm may return contiguous images on a GPU.
-    ``groups`` is taken and unused, as in the plain model: the convolution has one group.
+    It has the parameters of the plain model: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``
+    and ``group_norm.bias``. The result has the input's memory format. See :func:`ops.conv_transpose2d_gelu_group_norm`.
+
+    Args:
+        in_channels: Number of the input's channels.
+        out_channels: Number of the output's channels.
+        kernel_size: Size of the convolution's kernel, an int or a pair (height, width).
+        stride: Stride of the convolution, an int or a pair (height, width).
+        groups: Not used, as in the plain model: the convolution has one group.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_channels``.
+        conv_bias: Whether ``conv_transpose`` has a bias.
+        eps: Added to each variance of the GroupNorm.
+        device: Device of the parameters, as for ``torch.nn.ConvTranspose2d``.
+        dtype: Dtype of the parameters, as for ``torch.nn.ConvTranspose2d``.
+
+    Example::
+
+        layer = ops.ConvTranspose2dGeluGroupNorm(3, 16, kernel_size=3, stride=1, groups=1, num_groups=4)
+        layer(torch.randn(2, 3, 32, 32))  # (2, 16, 34, 34)
     """
 
     def __init__(
@@ -264,12 +304,24 @@ class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
         stride: int | tuple[int, int],
         groups: int,
         num_groups: int,
+        *,
+        conv_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.conv_transpose = torch.nn.ConvTranspose2d(in_channels, out_channels, kernel_size, stride=stride)
-        self.group_norm = torch.nn.GroupNorm(num_groups=num_groups, num_channels=out_channels)
+        in_channels = checks.integer("in_channels", in_channels)
+        out_channels = checks.integer("out_channels", out_channels)
+        kernel_size, stride = convolution.pair("kernel_size", kernel_size, 1), convolution.pair("stride", stride, 1)
+        num_groups, eps = checks.groups(out_channels, num_groups), checks.epsilon(eps)
+        self.conv_transpose = torch.nn.ConvTranspose2d(
+            in_channels, out_channels, kernel_size, stride=stride, bias=conv_bias, device=device, dtype=dtype
+        )
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(batch, in_channels, height, width)``; the result has ``out_channels``."""
         conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
         norm = self.group_norm
         if not submodules.are_as_made(

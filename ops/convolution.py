@@ -1,4 +1,4 @@
-"""Transposed 2-D convolutions: geometry, checks, memory format, and what the library does of them."""
+"""Transposed 2-D convolutions: geometry, checks, memory format, and the calls of cuDNN."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ConvTranspose2dGeometry:
-    """All but the channels of ``torch.nn.functional.conv_transpose2d``; pairs are (height, width)."""
+    """The arguments of ``torch.nn.functional.conv_transpose2d`` other than tensors. Pairs are (height, width)."""
 
     kernel_size: Pair
     stride: Pair
@@ -23,7 +23,7 @@ class ConvTranspose2dGeometry:
 
     @property
     def arguments(self) -> dict[str, Pair | int]:
-        """Those of ``torch.nn.functional.conv_transpose2d``, by name."""
+        """The arguments of ``torch.nn.functional.conv_transpose2d``, by name."""
         return {
             "stride": self.stride,
             "padding": self.padding,
@@ -33,7 +33,8 @@ class ConvTranspose2dGeometry:
         }
 
     def output_size(self, height: int, width: int) -> Pair:
-        """Of an image of this size: (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1"""
+        """Output size: (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1, for each
+        axis."""
         rows, columns = (
             (size - 1) * self.stride[axis]
             - 2 * self.padding[axis]
@@ -45,17 +46,18 @@ class ConvTranspose2dGeometry:
         return rows, columns
 
 
-def _pair(name: str, value: int | Sequence[int], least: int) -> Pair:
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+def pair(name: str, value: int | Sequence[int], least: int) -> Pair:
+    """``value`` as a pair of ints: the pair that it is, or twice the int that it is. Each is in least ... 2**31 - 1."""
+    values = value if isinstance(value, (tuple, list)) else (value, value)
     if len(values) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints, got {value}")
-    for number in values:
-        checks.number(name, number, (int, torch.SymInt))
+    rows, columns = checks.integer(name, values[0]), checks.integer(name, values[1])
+    for number in (rows, columns):
         if number < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
         if number >= 2**31:
             raise ValueError(f"{name} must be less than 2**31, got {value}")
-    return values
+    return rows, columns
 
 
 def check_conv_transpose2d(
@@ -67,29 +69,32 @@ def check_conv_transpose2d(
     dilation: int | Sequence[int],
     groups: int,
 ) -> ConvTranspose2dGeometry:
-    """The geometry that these arguments make: input (batch, in_channels, height, width), weight (in_channels,
-    out_channels // groups, kernel_height, kernel_width). ValueError or TypeError for those that do not fit."""
+    """Check the arguments of a transposed convolution and return its geometry.
+
+    input is (batch, in_channels, height, width), weight (in_channels, out_channels // groups, kernel_height,
+    kernel_width). Raises ValueError or TypeError for arguments that do not fit.
+    """
     if input.ndim != 4:
         raise ValueError(f"input must be 4-D (batch, in_channels, height, width), got shape {tuple(input.shape)}")
     if weight.ndim != 4:
         expected = "(in_channels, out_channels // groups, kernel_height, kernel_width)"
         raise ValueError(f"weight must be 4-D {expected}, got shape {tuple(weight.shape)}")
     if 0 in weight.shape:
-        raise ValueError(f"weight must have no axis of length 0, got shape {tuple(weight.shape)}")
-    checks.number("groups", groups, (int, torch.SymInt))
+        raise ValueError(f"weight must have no dimension of size 0, got shape {tuple(weight.shape)}")
+    groups = checks.integer("groups", groups)
     if groups < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
     in_channels = weight.shape[0]
     if in_channels % groups != 0:
-        raise ValueError(f"groups must divide weight's {in_channels} in_channels, got {groups}")
+        raise ValueError(f"groups must divide the {in_channels} in_channels of weight, got {groups}")
     if input.shape[1] != in_channels:
-        raise ValueError(f"input must have weight's {in_channels} in_channels, got shape {tuple(input.shape)}")
+        raise ValueError(f"input must have the {in_channels} in_channels of weight, got shape {tuple(input.shape)}")
     geometry = ConvTranspose2dGeometry(
         (weight.shape[2], weight.shape[3]),
-        _pair("stride", stride, 1),
-        _pair("padding", padding, 0),
-        _pair("output_padding", output_padding, 0),
-        _pair("dilation", dilation, 1),
+        pair("stride", stride, 1),
+        pair("padding", padding, 0),
+        pair("output_padding", output_padding, 0),
+        pair("dilation", dilation, 1),
         groups,
     )
     for extra, step, spread in zip(geometry.output_padding, geometry.stride, geometry.dilation, strict=True):
@@ -100,19 +105,19 @@ def check_conv_transpose2d(
             )
     height, width = input.shape[2:]
     if height < 1 or width < 1:
-        raise ValueError(f"input must have at least one pixel, got shape {tuple(input.shape)}")
+        raise ValueError(f"input must have a height and a width of at least 1, got shape {tuple(input.shape)}")
     rows, columns = geometry.output_size(height, width)
     if rows < 1 or columns < 1:
         raise ValueError(
-            f"padding must leave at least one pixel, got {padding}, which makes images of {rows} x {columns}"
+            f"padding must leave an output of at least 1 x 1 pixels, got {padding}, which makes it {rows} x {columns}"
         )
     return geometry
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """channels_last where the strides of a 4-D tensor are in that order, as PyTorch's convolutions see it.
+    """channels_last where the strides of a 4-D tensor are in that order, as PyTorch's convolutions decide it.
 
-    A padded or sliced one is of its format too; where axes of length one leave it open, it is contiguous_format.
+    Padded and sliced tensors have a format too. Where dimensions of size one leave it open, it is contiguous_format.
     """
     least = 0
     for axis in (1, 3, 2, 0):
@@ -124,10 +129,10 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def conv_transpose2d(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> torch.Tensor:
-    """The library's without a bias, rounded to the input's dtype, in the input's memory format.
+    """PyTorch's transposed convolution without a bias, in the input's dtype and memory format.
 
-    It follows PyTorch's settings (TF32, determinism) and so is as accurate as PyTorch's: cuDNN's deterministic
-    algorithms alone would be TF32 where PyTorch's own choice is float32 (seen on an H200 at small sizes).
+    It follows PyTorch's settings (TF32, determinism), and so is as precise as PyTorch's. Choosing cuDNN's deterministic
+    algorithms here would use TF32 where PyTorch's own choice is float32 (seen on an H200 at small sizes).
     """
     z = torch.conv_transpose2d(
         input,
@@ -149,7 +154,7 @@ def conv_transpose2d_gradients(
     geometry: ConvTranspose2dGeometry,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The library's gradients of input and weight, in their memory formats; None where not wanted."""
+    """PyTorch's gradients of input and weight, in their memory formats; None where not wanted."""
     *gradients, _ = torch.ops.aten.convolution_backward(
         z_gradient,
         input,

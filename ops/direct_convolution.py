@@ -1,10 +1,10 @@
 """Transposed convolutions of stride 1 by the project's own kernels: z with its statistics, and both gradients.
 
-Between the kernels images are channels_last. Contiguous ones are copied to that format a few samples at a time, and the
-backward pass goes through a few samples at a time, so that nothing of the images' size is needed but z.
+The kernels read and write channels_last images. Contiguous images are copied to that format a few samples at a time,
+and the backward pass handles a few samples at a time. So z is the only large buffer.
 
-float32 images are taken where PyTorch would convolve them as TF32, and are rounded to that on the way, as cuDNN's are;
-for the weight gradient they are split into bfloat16 images, whose products are within 2**-16 of theirs.
+float32 images are taken only where PyTorch would convolve them in TF32. They are rounded to TF32 first, as cuDNN does.
+For the weight gradient they are split into bfloat16 images; the product is within 2**-16 of theirs.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,27 +22,27 @@ from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import Pointwise, identity
 from triton_kernels.tf32 import nearest_tf32
 
-#: Bytes of the images that are copied or differentiated at a time: many samples a launch, and yet little memory.
+#: Bytes of images that are copied or differentiated at a time: enough samples to fill a launch, in little memory.
 _BYTES_AT_ONCE = 3 * 2**26
-#: Columns of the weight gradient's tiles: with 32 all taps share what is copied.
+#: Columns of the weight gradient's tiles. With 32, all taps share one copy in shared memory.
 _WEIGHT_GRADIENT_COLUMNS = 32
-#: Taps that cuDNN was seen to take as TF32 in both formats, forward and backward; of 2 x 2, 4 x 4, 5 x 5, 1 x 5 and
-#: 5 x 1 taps one pass or the other is in float32 in at least one format (H200).
+#: Taps that cuDNN was seen to compute in TF32 in both formats, forward and backward. For 2 x 2, 4 x 4, 5 x 5, 1 x 5
+#: and 5 x 1 taps, one of the passes is in float32 in at least one format (H200).
 _TF32_TAPS = (1, 1), (3, 3)
-#: What the output's channels were multiples of, or nearly all.
+#: Nearly all problems that were measured had output channels in multiples of this. Others are not taken.
 _TF32_CHANNELS = 8
-#: Contiguous float32 images, and any with 1 x 1 taps, of fewer channels, in or out, or of fewer pixels, all samples
-#: together, may be convolved in float32 by cuDNN though TF32 is allowed (on an H200: 2 x 32 x 32 pixels of 64 channels,
-#: 8 x 128 x 128 of 8).
+#: Below these, cuDNN may convolve in float32 though TF32 is allowed, contiguous images as well as any with 1 x 1 taps.
+#: Channels are those of input or output, pixels those of all samples together. (Seen on an H200 for
+#: 2 x 32 x 32 pixels of 64 channels, and 8 x 128 x 128 of 8.)
 _FEWEST_TF32_CHANNELS = 64
 _FEWEST_TF32_PIXELS = 2**14
 
 
 def takes(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry, allow_tf32: bool) -> bool:
-    """Whether z is made here: stride 1, one group, and 16-bit numbers, or float32 ones on Hopper that may be TF32.
+    """Whether z is computed here: stride 1 and one group, in 16 bits, or in float32 on Hopper where TF32 may be used.
 
-    ``allow_tf32`` is PyTorch's setting when the chain was called. All else are properties of the arguments, so that the
-    fake and the forward pass come to the same answer; the backward pass is told.
+    ``allow_tf32`` is PyTorch's setting when the chain was called. All else follows from the arguments, so that the fake
+    and the forward pass decide alike. The backward pass is told.
     """
     if geometry.stride != (1, 1) or geometry.groups != 1 or input.shape[0] == 0:
         return False
@@ -52,16 +52,16 @@ def takes(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGe
 
 
 def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
-    """Whether PyTorch surely convolves these float32 images as TF32, where it is set to allow that.
+    """Whether PyTorch certainly convolves these float32 images in TF32, where its setting allows that.
 
-    An output padding as large as the stride, as any is here, it gives to another convolution than cuDNN's, and dilated
-    taps too where contiguous images are to be convolved deterministically.
+    PyTorch does not use cuDNN for an output padding as large as the stride, which any is here. Nor does it for dilated
+    taps in contiguous images, where convolutions must be deterministic.
     """
     is_plain = geometry.output_padding == (0, 0) and geometry.dilation == (1, 1)
     if not is_plain or geometry.kernel_size not in _TF32_TAPS or weight.shape[1] % _TF32_CHANNELS != 0:
         return False
-    # For 1 x 1 taps, cuDNN may find an input gradient in float32 in either format (128 to 64 channels, up to 1024
-    # pixels: 1.6e-4 of error for 3.3e-4, H200).
+    # For 1 x 1 taps, cuDNN may compute the input gradient in float32 in either format (128 to 64 channels, up to 1024
+    # pixels: an error of 1.6e-4 instead of 3.3e-4, H200).
     if memory_format(input) == torch.channels_last and geometry.kernel_size != (1, 1):
         return True
     samples, _, height, width = input.shape
@@ -70,7 +70,8 @@ def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvT
 
 
 def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
-    """Whether the kernel for Hopper takes the images, once they are copied; their sizes do not matter for that."""
+    """Whether the Hopper kernel takes the images once they are copied. Their height and width do not matter for
+    that."""
     if not runs_hopper_convolutions(input.device):
         return False
     convolution_hopper, _ = _hopper_kernels()
@@ -79,14 +80,14 @@ def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: Conv
 
 
 def _hopper_kernels():
-    """Loaded where they run, so that importing ``ops`` loads no Gluon."""
+    """Imported at the first use, so that importing ``ops`` does not import Gluon."""
     from triton_kernels import convolution_hopper, weight_gradient_hopper
 
     return convolution_hopper, weight_gradient_hopper
 
 
 def forward_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneConvolution:
-    """The transposed convolution, whose taps are reversed."""
+    """The transposed convolution as a plain one, with its taps reversed."""
     sizes = zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
     rows, columns = (padding - (size - 1) * dilation for size, dilation, padding in sizes)
     return StrideOneConvolution(geometry.kernel_size, geometry.dilation, (rows, columns))
@@ -98,7 +99,7 @@ def _input_gradient_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneC
 
 
 def _spans(image: torch.Tensor) -> Iterator[slice]:
-    """The samples, as many at a time as make ``_BYTES_AT_ONCE``."""
+    """The samples in slices of at most ``_BYTES_AT_ONCE`` bytes."""
     samples = image.shape[0]
     count = max(1, _BYTES_AT_ONCE // (image.shape[1:].numel() * image.element_size()))
     return (slice(first, min(first + count, samples)) for first in range(0, samples, count))
@@ -114,7 +115,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity) -> Non
 
 
 def _in_channels_last(image: torch.Tensor) -> torch.Tensor:
-    """The image itself where the kernels take it as it lies in memory, or a copy."""
+    """The image itself where the kernels can read its layout, else a channels_last copy."""
     if takes_input(image):
         return image
     result = _empty_channels_last(image.shape, image)
@@ -123,7 +124,7 @@ def _in_channels_last(image: torch.Tensor) -> torch.Tensor:
 
 
 def _as_operand(image: torch.Tensor) -> torch.Tensor:
-    """What ``convolution_hopper`` multiplies: the image in channels_last; a copy rounded to TF32 of a float32 one."""
+    """The operand of ``convolution_hopper``: a channels_last image. A float32 image is copied and rounded to TF32."""
     if image.dtype != torch.float32:
         return _in_channels_last(image)
     result = _empty_channels_last(image.shape, image)
@@ -132,7 +133,7 @@ def _as_operand(image: torch.Tensor) -> torch.Tensor:
 
 
 def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bfloat16 images that a float32 image is the sum of; another is all of itself. In channels_last."""
+    """The channels_last bfloat16 images whose sum is a float32 image; a 16-bit image is returned alone."""
     if image.dtype != torch.float32:
         return (_in_channels_last(image),)
     parts = tuple(_empty_channels_last(image.shape, image, torch.bfloat16) for _ in range(2))
@@ -142,7 +143,7 @@ def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def like_format(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The image in channels_last where ``other`` is, or else as it is."""
+    """The image in channels_last where ``other`` is channels_last, else as it is."""
     return _in_channels_last(image) if memory_format(other) == torch.channels_last else image
 
 
@@ -194,8 +195,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight; None where not wanted.
 
-    ``z_gradients(samples, target, stored)`` writes those of z to ``target``, each after the pointwise function
-    ``stored``; it is called for a few samples at a time, for all of them in the end.
+    ``z_gradients(samples, target, stored)`` writes the gradients of z to ``target``, after it applied the pointwise
+    function ``stored`` to each. It is called for a few samples at a time, in the end for all of them.
     """
     _, weight_gradient_hopper = _hopper_kernels()
     config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
@@ -219,7 +220,7 @@ def backward(
             shapes = inputs[0], gradients[0]
             sums_shape = weight_gradient_hopper.partials_shape(*shapes, geometry.kernel_size)
             sums = torch.empty(sums_shape, dtype=torch.float32, device=input.device)
-        # Of split images all products but that of both low parts, which is below the digits that are kept.
+        # Of split images, all products but that of the two low parts: it is below the precision of the sum.
         for i, j in ((0, 0), (0, 1), (1, 0))[: 2 * len(inputs) - 1]:
             weight_gradient_hopper.convolution_weight_gradient(
                 inputs[i],
@@ -242,7 +243,8 @@ def backward(
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
-    """Whether ``backward`` takes it: where the kernels for Hopper do; elsewhere the library's gradients are as good."""
+    """Whether ``backward`` takes the problem: where the Hopper kernels do. Elsewhere PyTorch's gradients are as
+    good."""
     if not runs_hopper_convolutions(z.device):
         return False
     convolution_hopper, weight_gradient_hopper = _hopper_kernels()
@@ -261,7 +263,7 @@ def _write_input_gradient(
     convolution_hopper, _ = _hopper_kernels()
     if convolution_hopper.supports(z_gradient, target, problem):
         convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
-    else:  # rows that the copy engine cannot write, or taps too far apart for a contiguous image's tiles
+    else:  # rows that TMA cannot write, or taps too far apart for a contiguous image's tiles
         in_format = _empty_channels_last(target.shape, target)
         convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
         _copy(in_format, target)

@@ -1,4 +1,4 @@
-"""Replace the four chains in a model that is there already by their fused operations, and back."""
+"""Replace the four chains of an existing model by their fused operations, and undo it."""
 
 import dataclasses
 import inspect
@@ -15,12 +15,13 @@ from ops.fuse_tracing import NotTraceable, trace
 
 @dataclass(frozen=True)
 class FusionEntry:
-    """A chain, or what might have been one.
+    """One chain that ``fuse`` met, or what might have been one.
 
-    module: path of the module in whose forward it is, "" for the model itself
-    chain: name of the function of ``ops`` that computes it, "" where it is none
-    steps: the submodules, by their paths from ``module``, and the functions that it is made of
-    reason: why it was left, "" where it was replaced
+    Attributes:
+        module: Path of the module whose forward it is in; ``""`` for the model itself.
+        chain: Name of the function of ``ops`` that computes it; ``""`` where it is none of the four chains.
+        steps: What the chain is made of: its submodules, by their paths from ``module``, and its functions.
+        reason: Why it was left as it is; ``""`` where it was replaced.
     """
 
     module: str
@@ -35,7 +36,13 @@ class FusionEntry:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What ``fuse`` replaced, what it left and why, or what ``unfuse`` restored. ``str()`` of it is a list to read."""
+    """What ``fuse`` replaced, what it left and why, and what ``unfuse`` restored. ``print`` shows it as a list.
+
+    Attributes:
+        replaced: The chains that now run fused.
+        left: What was left as it is, each with its reason.
+        restored: The chains that ``unfuse`` restored.
+    """
 
     replaced: tuple[FusionEntry, ...] = ()
     left: tuple[FusionEntry, ...] = ()
@@ -51,23 +58,38 @@ class FusionReport:
 
 
 def fuse(model: nn.Module) -> FusionReport:
-    """Replace, in place, the chains in a model's forwards by their fused operations; returns what was done.
+    """Replace, in place, the four chains in a model by their fused operations.
 
-    Each module's forward is traced by itself, so a chain must lie in one: a ``nn.Sequential``, or straight-line code
-    that uses its arguments, PyTorch's functions, and of ``self`` the child modules, which it calls, tensors and plain
-    numbers. Any other is left. The modules, parameters, state_dict, hooks and the classes' forwards stay as they are: a
-    module with a chain gets a ``forward`` of its own, which at each call checks that what it was traced from still
-    holds (the class's forward, the classes of the chain's modules, that PyTorch's own forward is all that these run,
-    and the order of a Sequential's), and otherwise runs the class's. A chain itself runs as it was written under
-    autocast, for tensor subclasses, and wherever PyTorch would raise an error.
+    Each module's forward is traced by itself, so a chain must lie in one forward. That may be an ``nn.Sequential``, or
+    straight-line code: it uses its arguments and PyTorch's functions and, of ``self``, its tensors, its plain numbers
+    and its child modules, which it calls. Every other forward is left as it is.
 
-    Nothing is replaced whose result, its strides, or gradients would differ, beyond rounding, but for two ties:
-    ``amin`` spreads a gradient over equal minima where the fused chain, like ``min``, gives it to one, and ``clamp``
-    passes it at its very bounds where ``hardtanh`` does not.
+    Modules, parameters, state_dict, hooks and the classes' forwards stay as they are. A module with a chain gets a
+    ``forward`` attribute. At each call it checks that what was traced still holds: the class's forward, the classes of
+    the chain's layers, that these run PyTorch's own forward and no hook, and the order of a Sequential. Otherwise the
+    class's forward runs. A chain also runs as it was written under autocast, for tensor subclasses, and wherever
+    PyTorch would raise an error.
 
-    Raises ValueError or TypeError: ValueError where no forward of the model can be traced, TypeError for what is no
-    ``torch.nn.Module``. Either way, and where anything else is raised, the model is as it was. Fusing again begins
-    anew: it removes what an earlier ``fuse`` made, and its report is that of the model as it is now.
+    The result, its strides and the gradients are the plain model's up to rounding, with two exceptions. ``amin``
+    spreads the gradient over equal minima; the fused chain gives it to one of them, as ``min`` does. ``clamp`` passes
+    the gradient exactly at its bounds; the fused chain does not, as ``hardtanh``.
+
+    Calling it again starts anew: it removes what an earlier call made, and reports the model as it is now.
+
+    Args:
+        model: The model to change.
+
+    Returns:
+        What was replaced, and what was left and why.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
+        ValueError: No forward of the model can be traced. The model is unchanged, as after any other error.
+
+    Example::
+
+        model = nn.Sequential(nn.Linear(64, 128), nn.GroupNorm(8, 128), nn.Hardtanh())
+        print(ops.fuse(model))
     """
     _require_module(model)
     entries: list[FusionEntry] = []
@@ -97,10 +119,18 @@ def fuse(model: nn.Module) -> FusionReport:
 
 
 def unfuse(model: nn.Module) -> FusionReport:
-    """Undo ``fuse``, in place: every forward is the class's own again. Returns what was restored.
+    """Undo ``fuse``, in place: every module runs its class's forward again.
 
-    A model that was never fused stays as it is, and the report is empty. Raises TypeError for what is no
-    ``torch.nn.Module``; see ``fuse``.
+    A model that was never fused stays as it is, and the report is empty.
+
+    Args:
+        model: The model to change.
+
+    Returns:
+        The chains that were restored.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
     """
     _require_module(model)
     restored = []

@@ -9,6 +9,7 @@ for other shapes, dtypes or devices than the fused chain has, for tensor subclas
 import functools
 import math
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,6 +28,8 @@ def _fits(input, dimensions, tensors, num_groups, eps) -> bool:
         return False
     if any(is_traceable_wrapper_subclass(tensor) or _is_told_of_functions(type(tensor)) for tensor in given):
         return False
+    if not (_is_number(num_groups) and _is_number(eps)):
+        return False
     if precision.autocasts(input.device) or input.ndim != dimensions or input.numel() == 0:
         return False
     try:
@@ -36,6 +39,11 @@ def _fits(input, dimensions, tensors, num_groups, eps) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _is_number(value) -> bool:
+    """Whether PyTorch takes it for a number: Python's and NumPy's. The fused chains take fractions as well."""
+    return isinstance(value, (int, float, torch.SymInt, np.integer, np.floating))
 
 
 def _is_told_of_functions(kind: type[torch.Tensor]) -> bool:
@@ -65,12 +73,14 @@ def _multiplies(input, weight, bias) -> bool:
 
 def _bounds(input, min_val, max_val) -> bool:
     """Whether the two are bounds, and numbers that PyTorch can convert to the input's dtype."""
+    if not (_is_number(min_val) and _is_number(max_val)):
+        return False
     try:
-        checks.bounds(min_val, max_val)
+        bounds = checks.bounds(min_val, max_val)
     except (TypeError, ValueError):
         return False
     largest = torch.finfo(input.dtype).max
-    return all(abs(bound) <= largest or math.isinf(bound) for bound in (min_val, max_val))
+    return all(abs(bound) <= largest or math.isinf(bound) for bound in bounds)
 
 
 def _convolves(input, weight, groups, geometry, approximate) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ops import submodules
+from ops import checks, submodules
 from ops.fuse_tracing import in_place, unpacked
 
 _REQUIRED = object()
@@ -198,7 +198,7 @@ def _bind(node: Node, kind: str) -> tuple[Any, dict[str, Any]] | None:
 def _refusal(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> str:
     """Why a function with these operands cannot be part of a fused chain, or "" """
     operands = {
-        name: _now(operand, root) if name in _NUMBERS else operand
+        name: checks.plain(_now(operand, root) if name in _NUMBERS else operand)
         for name, operand in operands.items()
         if name not in _TENSORS
     }

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.fx import Graph, Proxy
@@ -28,7 +29,8 @@ _STRAIGHT = re.compile(
 )
 #: Attributes of the stand-ins themselves, which would hide those of what they stand for.
 _OF_STAND_INS = ("node", "tracer", "root", "attr", "_node", "keys")
-_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_NUMBERS = (int, float, complex, np.integer, np.floating)
+_PLAIN = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 class NotTraceable(Exception):

@@ -1,4 +1,4 @@
-"""Matrix products of the chains: which run in the project's kernel, which in the library, and how float32 is fed."""
+"""Matrix products of the chains: by the project's kernel or by cuBLAS, and how float32 is split."""
 
 import torch
 import triton
@@ -15,9 +15,10 @@ Config = LinearConfig | LinearSplitConfig
 
 
 def product_config(kernel: str, input: torch.Tensor, weight: torch.Tensor, group_size: int = 1) -> Config:
-    """How ``product`` multiplies input [M, K] and weight [N, K]; ``kernel`` names the epilogue in the tables.
+    """How ``product`` multiplies input [M, K] and weight [N, K]; ``kernel`` is the epilogue's name in the tables.
 
-    Where the epilogue normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether its tiles have them.
+    Where the epilogue normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds whole
+    groups.
     """
     if input.dtype == torch.float32 and precision.splits_float32(input.device):
         return LinearSplitConfig(precision.float32_parts())
@@ -28,9 +29,10 @@ def product_config(kernel: str, input: torch.Tensor, weight: torch.Tensor, group
 def product(
     input: torch.Tensor, weight: torch.Tensor, epilogue: triton.runtime.JITFunction, config: Config, **arguments
 ) -> None:
-    """Hand each tile of input [M, K] @ weight [N, K].T to ``epilogue``; ``arguments`` are ``linear``'s.
+    """Multiply input [M, K] @ weight [N, K].T and hand each tile to ``epilogue``; ``arguments`` are ``linear``'s.
 
-    float32 is multiplied as float16 parts where ``config`` says so, and what they cannot hold as three TF32 products.
+    Where ``config`` says so, float32 operands are split into float16 ones. Tiles with values that float16 cannot hold
+    are computed again, as three TF32 products.
     """
     precisely = {"input_precision": precision.FLOAT32_INPUT_PRECISION} | arguments
     if isinstance(config, LinearConfig):
@@ -46,9 +48,9 @@ def product(
 
 
 def _depth_contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """float32 operands of the tensor cores must be contiguous along K, or the kernel takes twice as long (H200).
+    """The matrix, contiguous along K where it is float32: the kernel takes twice as long otherwise (H200).
 
-    The copy goes tile by tile, which takes a quarter of the time that PyTorch's takes for a transposed matrix.
+    The copy goes tile by tile. That takes a quarter of the time of PyTorch's copy of a transposed matrix.
     """
     if matrix.dtype != torch.float32 or matrix.is_contiguous():
         return matrix
@@ -59,7 +61,7 @@ def _depth_contiguous(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def add_optional(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two vectors, where None counts as zeros."""
+    """The sum of two vectors. None counts as zeros."""
     if first is None or second is None:
         return second if first is None else first
     return first + second
@@ -68,8 +70,10 @@ def add_optional(first: torch.Tensor | None, second: torch.Tensor | None) -> tor
 def affine(
     input: torch.Tensor, weight: torch.Tensor, linear_bias: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """input [M, K] @ weight [N, K].T + linear_bias + bias in the input's dtype: [M, N]; rounded once, and where the
-    library multiplies also the sum of two biases."""
+    """input [M, K] @ weight [N, K].T + linear_bias + bias in the input's dtype: [M, N].
+
+    The result is rounded once. Where cuBLAS multiplies, the sum of two biases is rounded too.
+    """
     if precision.library_multiplies(input, weight.shape[0], linear_bias, bias):
         shift = add_optional(linear_bias, bias)
         if shift is not None and precision.library_adds_bias(input, weight.shape[0]):
@@ -83,7 +87,7 @@ def affine(
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b for the backward pass: the library's, but for float32, where the kernels are faster."""
+    """a @ b in the backward pass: cuBLAS's, but in float32 the kernel's where that is faster."""
     if a.dtype == torch.float32 and a.shape[1] > 0 and not precision.library_multiplies(a, b.shape[1]):
         return affine(a, b.T, None)
     return torch.mm(a, b)
@@ -103,13 +107,15 @@ weight_gradient = operators.define(
 
 
 def save(ctx, input: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> None:
-    """Save what ``linear_gradients`` reads, and ``others``: of the first two, each is for the other's gradient."""
+    """Save what ``linear_gradients`` reads, and ``others``. Of input and weight, each is needed for the other's
+    gradient."""
     input_wanted, weight_wanted = ctx.needs_input_grad[:2]
     ctx.save_for_backward(input if weight_wanted else None, weight if input_wanted else None, *others)
 
 
 def linear_gradients(ctx, z_gradient: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None):
-    """The gradients of a chain's first two inputs, as ``save`` kept them, each only where autograd asks for it."""
+    """The gradients of a chain's input and weight, from what ``save`` kept; None where autograd does not ask for
+    one."""
     input_wanted, weight_wanted = ctx.needs_input_grad[:2]
     return (
         input_gradient(z_gradient, weight) if input_wanted else None,

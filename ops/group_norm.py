@@ -1,4 +1,4 @@
-"""GroupNorm of inputs of any number of dimensions, alone, behind a GELU or before a Hardtanh, forward and backward."""
+"""GroupNorm of an N-D input, alone, after a GELU or before a Hardtanh, forward and backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,18 +16,21 @@ from triton_kernels.pointwise import GELU, GELU_TANH, HARDTANH, IDENTITY, Pointw
 
 
 def fits_registers(channels: int, pixels: int, num_groups: int) -> bool:
-    """Whether one program normalises a whole group: a matrix (no pixels) with groups that are not too wide."""
+    """Whether one program can normalise a whole group in registers: a matrix (one pixel) with groups that are not
+    too wide."""
     return pixels == 1 and channels // num_groups <= resident.WIDEST_GROUP
 
 
 def as_volume(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, C, S], contiguous: samples, channels and pixels, which are all further axes."""
+    """View or copy as ``[B, C, S]``, contiguous: samples, channels and pixels. The pixels are all further
+    dimensions."""
     return tensor.reshape(*tensor.shape[:2], tensor.shape[2:].numel()).contiguous()
 
 
 @contextmanager
 def written_as_volume(output: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Memory [B, C, S] whose values ``output`` has at the end: its own, where it is contiguous."""
+    """Contiguous memory ``[B, C, S]`` to write to. ``output`` has the values at the end: it is that memory, or gets
+    a copy."""
     if output.is_contiguous():
         yield as_volume(output)
     else:
@@ -107,9 +110,9 @@ def _backward_fake(gradient, input, *arguments):
 def _differentiable_group_norm(
     name: str, *, activation: Pointwise = IDENTITY, final: Pointwise = IDENTITY
 ) -> Callable[..., torch.Tensor]:
-    """``final(group_norm(activation(input)))`` as the operator ``name``, called with its gradients.
+    """Register ``final(group_norm(activation(input)))`` as the operator ``name``, and make it differentiable.
 
-    Result and gradient have the input's strides, as elementwise operations' have.
+    Result and gradient have the input's strides, as those of elementwise operations have.
     """
     parameters = "int num_groups, Tensor? weight, Tensor? bias, float min_val, float max_val, float eps"
     operator = operators.define(
@@ -147,25 +150,27 @@ _gelu_tanh_group_norm = _differentiable_group_norm("gelu_tanh_group_norm", activ
 
 
 def gelu_called(approximate: str) -> Pointwise:
-    """The GELU that PyTorch knows by this ``approximate``; ValueError or TypeError where there is none."""
+    """The GELU of this ``approximate``, as in ``torch.nn.functional.gelu``. TypeError or ValueError where there is
+    none."""
     if not isinstance(approximate, str):
-        raise TypeError(f"approximate must be str, got {type(approximate).__name__}")
+        raise TypeError(f"approximate must be a str, got {type(approximate).__name__}")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     return GELU if approximate == "none" else GELU_TANH
 
 
-def _check(input, num_groups, weight, bias, eps):
+def _check(input, num_groups, weight, bias, eps) -> tuple[int, float]:
+    """Check the arguments, and return num_groups and eps as Python's numbers."""
     checks.tensors({"input": input}, {"weight": weight, "bias": bias})
     if input.ndim < 2:
         raise ValueError(f"input must be at least 2-D (batch, channels, *), got shape {tuple(input.shape)}")
-    checks.groups(input.shape[1], num_groups)
+    num_groups = checks.groups(input.shape[1], num_groups)
     checks.vectors(input.shape[1], weight=weight, bias=bias)
-    checks.epsilon(eps)
+    return num_groups, checks.epsilon(eps)
 
 
 def _runs_kernels(input):
-    """A tensor without channels has no groups that a kernel could take."""
+    """Whether kernels run. A tensor without channels has no group that a kernel could take."""
     return precision.runs_kernels(input) and input.shape[1] > 0
 
 
@@ -178,20 +183,34 @@ def group_norm(
     *,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``torch.nn.functional.group_norm`` of input (batch, channels, *), weight and bias (channels) or None.
+    """Normalise groups of channels, as ``torch.nn.functional.group_norm`` does.
 
-    Mean and biased variance of each sample's groups of channels, over all further dimensions (Wu and He, Group
-    Normalization, 2018), in float32. The result has the input's dtype and memory format. Raises ValueError or TypeError
-    for arguments that do not fit.
+    Each sample's channels are divided into ``num_groups`` groups of neighbours. A group is normalised with its mean and
+    its biased variance, over its channels and all further dimensions (Wu and He, Group Normalization, 2018). Both are
+    computed in float32, the mean first. ``weight`` and ``bias`` then scale and shift each channel.
+
+    Args:
+        input: ``(batch, channels, *)``, float32, bfloat16, float16 or float64.
+        num_groups: Number of groups that the channels are divided into. It must divide them.
+        weight: ``(channels,)``, or None for no scale.
+        bias: ``(channels,)``, or None for no shift.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        A tensor of the input's shape, dtype and memory format.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
-    _check(input, num_groups, weight, bias, eps)
+    num_groups, eps = _check(input, num_groups, weight, bias, eps)
     if tensor_parallel.is_distributed(input, weight, bias):
         tensors = {"input": input, "weight": weight, "bias": bias}
         return tensor_parallel.on_shards(group_norm, tensor_parallel.NORM, tensors, num_groups, eps=eps)
     weight, bias = as_vectors(weight, bias)
     if not _runs_kernels(input):
         return in_reference(reference.group_norm, input, num_groups, weight, bias, eps=eps)
-    return _group_norm(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    return _group_norm(input, num_groups, weight, bias, 0.0, 0.0, eps)
 
 
 @repeated_eagerly
@@ -205,9 +224,28 @@ def group_norm_hardtanh(
     max_val: float = 1.0,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``hardtanh(group_norm(input, num_groups, weight, bias), min_val, max_val)``; see ``group_norm``."""
-    _check(input, num_groups, weight, bias, eps)
-    checks.bounds(min_val, max_val)
+    """Normalise groups of channels and clip: ``hardtanh(group_norm(input, ...), min_val, max_val)``.
+
+    See :func:`ops.group_norm` for the norm.
+
+    Args:
+        input: ``(batch, channels, *)``, float32, bfloat16, float16 or float64.
+        num_groups: Number of groups that the channels are divided into. It must divide them.
+        weight: ``(channels,)``, or None for no scale.
+        bias: ``(channels,)``, or None for no shift.
+        min_val: Lower bound of the result.
+        max_val: Upper bound of the result.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        A tensor of the input's shape, dtype and memory format.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
+    """
+    num_groups, eps = _check(input, num_groups, weight, bias, eps)
+    min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, weight, bias):
         tensors = {"input": input, "weight": weight, "bias": bias}
         others = {"min_val": min_val, "max_val": max_val, "eps": eps}
@@ -217,8 +255,7 @@ def group_norm_hardtanh(
         return in_reference(
             reference.group_norm_hardtanh, input, num_groups, weight, bias, min_val=min_val, max_val=max_val, eps=eps
         )
-    scalars = float(min_val), float(max_val), float(eps)
-    return _group_norm_hardtanh(input, num_groups, weight, bias, *scalars)
+    return _group_norm_hardtanh(input, num_groups, weight, bias, min_val, max_val, eps)
 
 
 @repeated_eagerly
@@ -231,12 +268,28 @@ def gelu_group_norm(
     approximate: str = "none",
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``group_norm(gelu(input, approximate=approximate), num_groups, weight, bias)``; see ``group_norm``.
+    """Apply GELU, then normalise groups of channels: ``group_norm(gelu(input), num_groups, weight, bias)``.
 
-    gelu(z) = z * (1 + erf(z / sqrt(2))) / 2 (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016) or, for "tanh"
-    in place of "none", the approximation of it that ``torch.nn.functional.gelu`` defines.
+    See :func:`ops.group_norm` for the norm.
+
+    ``gelu(z) = z * (1 + erf(z / sqrt(2))) / 2`` (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016).
+
+    Args:
+        input: ``(batch, channels, *)``, float32, bfloat16, float16 or float64.
+        num_groups: Number of groups that the channels are divided into. It must divide them.
+        weight: ``(channels,)``, or None for no scale.
+        bias: ``(channels,)``, or None for no shift.
+        approximate: ``"none"``, or ``"tanh"`` for the approximation of ``torch.nn.functional.gelu``.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        A tensor of the input's shape, dtype and memory format.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
-    _check(input, num_groups, weight, bias, eps)
+    num_groups, eps = _check(input, num_groups, weight, bias, eps)
     gelu_called(approximate)
     if tensor_parallel.is_distributed(input, weight, bias):
         tensors, others = {"input": input, "weight": weight, "bias": bias}, {"approximate": approximate, "eps": eps}
@@ -247,4 +300,4 @@ def gelu_group_norm(
             reference.gelu_group_norm, input, num_groups, weight, bias, approximate=approximate, eps=eps
         )
     function = _gelu_group_norm if approximate == "none" else _gelu_tanh_group_norm
-    return function(input, num_groups, weight, bias, 0.0, 0.0, float(eps))
+    return function(input, num_groups, weight, bias, 0.0, 0.0, eps)

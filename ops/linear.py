@@ -1,4 +1,4 @@
-"""Linear, with PyTorch's float32 precision setting, forward and backward."""
+"""Linear layer, forward and backward, in PyTorch's float32 precision setting."""
 
 import torch
 
@@ -31,10 +31,22 @@ _differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 @repeated_eagerly
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``torch.nn.functional.linear``: input (*, in_features) @ weight (out_features, in_features).T + bias, a vector.
+    """Apply a linear layer: ``input @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
 
-    float32 is multiplied to float32 accuracy unless PyTorch is set to use TF32; the result has the input's dtype, or
-    autocast's. Raises ValueError or TypeError for arguments that do not fit.
+    float32 products have float32's accuracy, unless PyTorch is set to allow TF32
+    (``torch.set_float32_matmul_precision``). Under autocast the layer computes in, and returns, autocast's dtype.
+
+    Args:
+        input: ``(*, in_features)``, float32, bfloat16, float16 or float64.
+        weight: ``(out_features, in_features)``.
+        bias: ``(out_features,)``, or None for no bias.
+
+    Returns:
+        ``(*, out_features)``, in the input's dtype, or autocast's.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
     checks.tensors({"input": input, "weight": weight}, {"bias": bias})
     checks.linear(input, weight)

@@ -29,16 +29,41 @@ def linear_group_norm_hardtanh(
     max_val: float = 1.0,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``hardtanh(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias))``
+    """Linear layer, GroupNorm and Hardtanh, fused.
 
-    input (*, in_features), weight (out_features, in_features), the three vectors (out_features) or None; float32,
-    bfloat16, float16 or float64, all of one dtype outside autocast. Returns (*, out_features) in the input's dtype, or
-    autocast's. The norm is over the last dimension's groups, one sample a row. Raises ValueError or TypeError naming an
-    argument that does not fit.
+    It computes::
+
+        hardtanh(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), min_val, max_val)
+
+    The GroupNorm is over the last dimension; each row is one sample. All tensors have one dtype (float32, bfloat16,
+    float16 or float64) and are on one device. Under autocast their dtypes may differ.
+
+    Args:
+        input: ``(*, in_features)``.
+        weight: ``(out_features, in_features)`` of the linear layer.
+        linear_bias: ``(out_features,)`` of the linear layer, or None for no bias.
+        num_groups: Number of groups that the channels are divided into. It must divide them.
+        norm_weight: ``(out_features,)``, the scale of the GroupNorm, or None.
+        norm_bias: ``(out_features,)``, the shift of the GroupNorm, or None.
+        min_val: Lower bound of the result.
+        max_val: Upper bound of the result.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        ``(*, out_features)``, in the input's dtype, or autocast's.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
+
+    Example::
+
+        input, weight, linear_bias = torch.randn(16, 64), torch.randn(128, 64), torch.randn(128)
+        ops.linear_group_norm_hardtanh(input, weight, linear_bias, 8, min_val=-2.0, max_val=2.0)  # (16, 128)
     """
     vectors = {"linear_bias": linear_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    check_chain(input, weight, num_groups, eps, **vectors)
-    checks.bounds(min_val, max_val)
+    num_groups, eps = check_chain(input, weight, num_groups, eps, **vectors)
+    min_val, max_val = checks.bounds(min_val, max_val)
     if tensor_parallel.is_distributed(input, weight, linear_bias, norm_weight, norm_bias):
         tensors = {"input": input, "weight": weight, **vectors}
         others = {"min_val": min_val, "max_val": max_val, "eps": eps}
@@ -63,9 +88,8 @@ def linear_group_norm_hardtanh(
     rows = input.reshape(-1, input.shape[-1])
     if fits_registers(weight.shape[0], 1, num_groups):
         training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias)
-        scalars = float(min_val), float(max_val), float(eps)
         result = _differentiable(
-            rows, weight, linear_bias, None, num_groups, norm_weight, norm_bias, *scalars, training
+            rows, weight, linear_bias, None, num_groups, norm_weight, norm_bias, min_val, max_val, eps, training
         )
     else:
         z = linear(rows, weight, linear_bias)
@@ -74,15 +98,56 @@ def linear_group_norm_hardtanh(
 
 
 class LinearGroupNormHardtanh(torch.nn.Module):
-    """``hardtanh(group_norm(gemm(x)))`` with the parameters ``gemm.*`` and ``group_norm.*``."""
+    """Linear layer, GroupNorm and Hardtanh: ``hardtanh(group_norm(gemm(input)))``.
 
-    def __init__(self, in_features: int, out_features: int, num_groups: int, hardtanh_min: float, hardtanh_max: float):
+    It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``group_norm.weight`` and
+    ``group_norm.bias``. See :func:`ops.linear_group_norm_hardtanh`.
+
+    Args:
+        in_features: Size of each input row.
+        out_features: Size of each output row.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_features``.
+        hardtanh_min: Lower bound of the result.
+        hardtanh_max: Upper bound of the result.
+        linear_bias: Whether ``gemm`` has a bias.
+        eps: Added to each variance of the GroupNorm.
+        device: Device of the parameters, as for ``torch.nn.Linear``.
+        dtype: Dtype of the parameters, as for ``torch.nn.Linear``.
+
+    Example::
+
+        layer = ops.LinearGroupNormHardtanh(64, 128, num_groups=8, hardtanh_min=-2.0, hardtanh_max=2.0)
+        layer(torch.randn(16, 64))  # (16, 128)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
+        hardtanh_min: float,
+        hardtanh_max: float,
+        *,
+        linear_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.gemm = torch.nn.Linear(in_features, out_features)
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_features)
-        self.hardtanh = torch.nn.Hardtanh(min_val=hardtanh_min, max_val=hardtanh_max)
+        in_features = checks.integer("in_features", in_features)
+        out_features = checks.integer("out_features", out_features)
+        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        least, most = checks.real("hardtanh_min", hardtanh_min), checks.real("hardtanh_max", hardtanh_max)
+        if not least < most:  # torch.nn.Hardtanh asserts it
+            raise ValueError(
+                f"hardtanh_min must be less than hardtanh_max, got {hardtanh_min} for hardtanh_max={hardtanh_max}"
+            )
+        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
+        self.hardtanh = torch.nn.Hardtanh(min_val=least, max_val=most)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
         if not submodules.are_as_made(
             self,

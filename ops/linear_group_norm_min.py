@@ -1,5 +1,7 @@
 """L75: Linear → GroupNorm → row minimum → + bias, forward and backward."""
 
+from collections.abc import Sequence
+
 import torch
 
 from autotune_configs import group_norm_config
@@ -167,7 +169,7 @@ def _backward(ctx, gradient):
 _differentiable = operators.differentiable(_operator, _setup_context, _backward)
 
 
-def _is_channel_axis(shape: torch.Size) -> bool:
+def _is_channel_axis(shape: tuple[int, ...]) -> bool:
     return len(shape) == 4 and shape == (1, shape[1], 1, 1)
 
 
@@ -183,17 +185,36 @@ def linear_group_norm_min(
     *,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``min(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), dim=1, keepdim=True)[0]
-    + bias``
+    """Linear layer, GroupNorm, minimum of each row and bias, fused.
 
-    input (batch, in_features), weight (out_features, in_features), linear_bias, norm_weight, norm_bias (out_features)
-    or None, bias (1, channels, 1, 1) or None; float32, bfloat16, float16 or float64, all of one dtype outside autocast.
-    Returns (1, channels, batch, 1), or (batch, 1) without a bias, in the input's dtype, or autocast's. A NaN in a row
-    is its minimum; the gradient goes to one index, the first that holds the minimum. Raises ValueError or TypeError
-    naming an argument that does not fit.
+    It computes::
+
+        normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias)
+        torch.min(normalized, dim=1, keepdim=True)[0] + bias
+
+    Each row is one sample of the GroupNorm. A NaN in a row is its minimum. The gradient of a row goes to one column,
+    the first one that holds the minimum. All tensors have one dtype (float32, bfloat16, float16 or float64) and are on
+    one device. Under autocast their dtypes may differ.
+
+    Args:
+        input: ``(batch, in_features)``.
+        weight: ``(out_features, in_features)`` of the linear layer.
+        linear_bias: ``(out_features,)`` of the linear layer, or None for no bias.
+        num_groups: Number of groups that the channels are divided into. It must divide them.
+        norm_weight: ``(out_features,)``, the scale of the GroupNorm, or None.
+        norm_bias: ``(out_features,)``, the shift of the GroupNorm, or None.
+        bias: ``(1, channels, 1, 1)``, with any number of channels, or None.
+        eps: Added to each variance. Not negative.
+
+    Returns:
+        ``(1, channels, batch, 1)``, or ``(batch, 1)`` without a ``bias``, in the input's dtype, or autocast's.
+
+    Raises:
+        TypeError: An argument has the wrong type, dtype or layout.
+        ValueError: An argument has the wrong shape, device or value.
     """
     vectors = {"linear_bias": linear_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    check_chain(input, weight, num_groups, eps, **vectors)
+    num_groups, eps = check_chain(input, weight, num_groups, eps, **vectors)
     checks.tensors({"input": input}, {"bias": bias})
     if input.ndim != 2:
         raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
@@ -223,24 +244,63 @@ def linear_group_norm_min(
         minimum = normalized.min(dim=1, keepdim=True)[0]
         return minimum if bias is None else (minimum + bias).to(dtype)
     training = precision.needs_gradient(input, weight, linear_bias, norm_weight, norm_bias, bias)
-    result = _differentiable(
-        input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, float(eps), training
-    )
+    result = _differentiable(input, weight, linear_bias, num_groups, norm_weight, norm_bias, flat_bias, eps, training)
     return result.view(-1, 1) if bias is None else result.view(1, *result.shape, 1)
 
 
 class LinearGroupNormMin(torch.nn.Module):
-    """``min(group_norm(gemm(x)), dim=1, keepdim=True)[0] + bias`` with ``gemm.*``, ``group_norm.*`` and ``bias``."""
+    """Linear layer, GroupNorm, row minimum and bias: ``min(group_norm(gemm(input)), dim=1, keepdim=True)[0] + bias``.
 
-    def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple[int, ...]):
+    It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``group_norm.weight``, ``group_norm.bias``
+    and ``bias``. See :func:`ops.linear_group_norm_min`.
+
+    Args:
+        in_features: Size of each input row.
+        out_features: Size of the rows that the minimum is taken of.
+        num_groups: Number of groups of the GroupNorm. It must divide ``out_features``.
+        bias_shape: Shape of ``bias``: ``(1, channels, 1, 1)``, with any number of channels.
+        linear_bias: Whether ``gemm`` has a bias.
+        eps: Added to each variance of the GroupNorm.
+        device: Device of the parameters, as for ``torch.nn.Linear``.
+        dtype: Dtype of the parameters, as for ``torch.nn.Linear``.
+
+    Example::
+
+        layer = ops.LinearGroupNormMin(64, 128, num_groups=8, bias_shape=(1, 128, 1, 1))
+        layer(torch.randn(16, 64))  # (1, 128, 16, 1)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
+        bias_shape: Sequence[int],
+        *,
+        linear_bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.gemm = torch.nn.Linear(in_features, out_features)
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_features)
-        self.bias = torch.nn.Parameter(torch.randn(bias_shape))
-        if not _is_channel_axis(self.bias.shape):
-            raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {tuple(self.bias.shape)}")
+        in_features = checks.integer("in_features", in_features)
+        out_features = checks.integer("out_features", out_features)
+        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        shape = checks.shape("bias_shape", bias_shape)
+        if not _is_channel_axis(shape):
+            raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {shape}")
+        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
+        self.bias = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw ``bias`` from the standard normal distribution; the layers reset their own parameters."""
+        if self.bias is not None:
+            torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the chain to ``input`` ``(batch, in_features)``; the result is ``(1, channels, batch, 1)``."""
         gemm, norm = self.gemm, self.group_norm
         if not submodules.are_as_made(self, gemm=(gemm, torch.nn.Linear), group_norm=(norm, torch.nn.GroupNorm)):
             minimum = torch.min(norm(gemm(input)), dim=1, keepdim=True)[0]

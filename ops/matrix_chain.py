@@ -1,4 +1,4 @@
-"""Linear → pointwise → GroupNorm → pointwise as one operator: what L94 and L30 have in common."""
+"""Linear → pointwise → GroupNorm → pointwise as one operator, which L94 and L30 share."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from triton_kernels.pointwise import IDENTITY, Pointwise
 
 
 def define_matrix_chain(name: str, epilogue, activation: Pointwise, final: Pointwise) -> Callable[..., torch.Tensor]:
-    """The chain ``final(group_norm(activation(linear(input) + bias)))``: an operator, called with its gradients.
+    """Define the chain ``final(group_norm(activation(linear(input) + bias)))`` as a differentiable operator.
 
-    ``epilogue`` does all of it on a tile of the product; where that cannot be (groups that no tile holds, a product
-    that the library does), the product is followed by one pass of the group norm's kernel. Both keep z = linear(input)
-    + bias for the backward pass, nothing else of that size.
+    ``epilogue`` does all of it on a tile of the product. Where that is not possible, the product is followed by one
+    pass of the group norm's kernel: for groups that no tile holds whole, and where cuBLAS multiplies. Either way, only
+    z = linear(input) + bias is kept for the backward pass, nothing else of that size.
     """
 
     reads_norm_bias = final is not IDENTITY

@@ -85,7 +85,10 @@ def differentiable(operator: Operator, setup_context: Callable, backward: Callab
     def differentiated_once(ctx, gradient):
         # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{overload.name()} can be differentiated once only: create_graph=True is not supported")
+            raise RuntimeError(
+                f"{overload.name()} can be differentiated once only: create_graph=True is not supported; the functions "
+                "of ops.reference, which are plain PyTorch, take it"
+            )
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
         with precision.without_autocast(gradient.device):
             return backward(ctx, gradient)
@@ -99,8 +102,8 @@ def differentiable(operator: Operator, setup_context: Callable, backward: Callab
     def register_backward(ctx, gradient, *others):
         if ctx.kept_nothing:
             raise RuntimeError(
-                f"{overload.name()} cannot be differentiated here: it was recorded where no gradient was wanted "
-                "(training=False) and keeps nothing for one; export the model with gradients enabled"
+                f"{overload.name()} cannot be differentiated here: it was traced or exported where no gradient was "
+                "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
             )
         return differentiated_once(ctx, gradient)
 

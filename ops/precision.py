@@ -1,4 +1,4 @@
-"""Where and in which precision a call runs: the kernels or the reference, PyTorch's float32 setting, autocast."""
+"""Where and in which precision a call runs: kernels or reference, PyTorch's float32 setting, autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,41 +10,46 @@ from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION as FLOAT32_INPUT_PRECISION
 
-#: From this depth and these rows on float32 products are the kernel's; in the interpreter, all are.
+#: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
-#: At TF32's precision, splitting the operands pays from these rows and columns on and this many multiplications (H200:
-#: 0.99 of the library's time at 1024 x 4096 x 4096, 0.88 at 4096 x 2048 x 2048, 1.2 at 512 x 8192 x 8192).
+#: At TF32's precision, splitting the operands pays from this many rows and columns and this many multiplications on.
+#: (H200: 0.99 of cuBLAS's time at 1024 x 4096 x 4096, 0.88 at 4096 x 2048 x 2048, 1.2 at 512 x 8192 x 8192.)
 FEWEST_TF32_LINES, FEWEST_TF32_PRODUCTS = 1024, 2**34
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Whether kernels take it: float32, bfloat16 or float16, on a GPU or, where Triton interprets, the CPU."""
+    """Whether the kernels take this tensor: float32, bfloat16 or float16, on a GPU. In Triton's interpreter also on
+    the CPU."""
     on_device = tensor.device.type == "cuda" or (INTERPRETED and tensor.device.type == "cpu")
     return on_device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def float32_parts() -> int:
-    """Of how many float16 parts float32 operands are made (``triton_kernels.float32_split``): 1 is as good as TF32."""
+    """The number of float16 operands that a float32 operand is split into (``triton_kernels.float32_split``). One is
+    as precise as TF32."""
     return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
 
 
 def splits_float32(device: torch.device) -> bool:
-    """Whether float32 is multiplied as float16 parts: on Hopper."""
+    """Whether float32 products are computed from split float16 operands: on Hopper."""
     return runs_hopper_kernels(device)
 
 
 def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
-    """Whether products of input [M, K] and a matrix [K, columns], with biases to be added, are the library's.
+    """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added.
 
-    Those of 16-bit numbers, where its tiles come out so much more even that it is faster; but not where a bias is
-    wider, as under autocast: the library would round it, and PyTorch, which adds L94's second one after its product,
-    does not. float32 ones, in three cases.
+    For 16-bit inputs: where cuBLAS is predicted to be faster, as its tiles waste less of the last wave (wave
+    quantisation). Not where a bias has a wider dtype, as under autocast: cuBLAS would round the bias first. PyTorch
+    adds L94's second bias after the product and does not round it.
 
-    Where few terms are added: tensor cores are wrong by about 2e-7 at any depth, the library's sum of float32 products
-    by less than that below some hundred terms (6e-7 at 1024). For few rows, where the library adds a product up in
-    several parts, and so more exactly (9e-8 in a bias's gradient at 16 x 2048 x 2048), and is faster too. And where
-    PyTorch is set to use TF32, unless operands are split and the product is large enough for that to pay: the tensor
-    cores cut float32 off to TF32 where the library rounds it, 5.6e-4 against 2.9e-4 of error at depth 8192 (H200).
+    For float32, in three cases:
+
+    - The product has few terms. Tensor cores have an error of about 2e-7 at any depth. cuBLAS's float32 sum has less
+      below some hundred terms (6e-7 at 1024).
+    - The product has few rows. There cuBLAS splits the sum into several parts (split-K), which is faster and more
+      precise (an error of 9e-8 in a bias's gradient at 16 x 2048 x 2048).
+    - PyTorch is set to use TF32, unless operands are split and the product is large enough for that to pay. The tensor
+      cores truncate float32 to TF32 where cuBLAS rounds it: an error of 5.6e-4 against 2.9e-4 at depth 8192 (H200).
     """
     rows, depth = input.shape
     if input.dtype != torch.float32:
@@ -59,12 +64,12 @@ def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor 
 
 
 def library_adds_bias(input: torch.Tensor, columns: int) -> bool:
-    """Whether a bias is to be added by the library's product of input [M, K] and a matrix [K, columns] itself.
+    """Whether cuBLAS adds the bias within the product of input [M, K] and a matrix [K, columns].
 
-    Its float32 products (not those of TF32) of some hundred rows are slower for it, and less exact, as they are then
-    not added up in parts: 352 us for 209 at 64 x 8192 x 8192, where the product and an addition take 214, and 9.7e-7 of
-    error for 5.2e-7 (H200). With fewer rows it may be the product without a bias that is less exact: 3.7e-7 for 2.1e-7
-    at 16 x 8192 x 8192.
+    In float32 (not TF32) with some hundred rows that is slower and less precise, because cuBLAS then does not split the
+    sum. At 64 x 8192 x 8192 (H200) it takes 352 us, the product alone 209 us, product and a separate addition 214 us;
+    the errors are 9.7e-7 and 5.2e-7. With fewer rows the product without a bias can be the less precise one: 3.7e-7
+    against 2.1e-7 at 16 x 8192 x 8192.
     """
     rows, weights = input.shape[0], columns * input.shape[1]
     is_slower = 64 <= rows < 512 and weights >= 2**20
@@ -72,41 +77,42 @@ def library_adds_bias(input: torch.Tensor, columns: int) -> bool:
 
 
 def convolutions_allow_tf32() -> bool:
-    """Whether PyTorch, as it is set, may convolve float32 images as TF32: where cuDNN convolves and is set to.
+    """Whether PyTorch may convolve float32 images in TF32: cuDNN is enabled and set to allow it.
 
-    ``torch.backends.cudnn.allow_tf32`` sets what is read here, but raises when read where RNNs are set otherwise.
-    torch.compile keeps the answer that it got while it compiled.
+    ``torch.backends.cudnn.allow_tf32`` sets the value that is read here. Reading that property itself raises an error
+    where RNNs are set otherwise. torch.compile keeps the answer that it got when it compiled.
     """
     cudnn: Any = torch.backends.cudnn  # whose annotations lack conv
     return cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
 
 
-# As torch.compiler.assume_constant_result would mark it, for the seconds that it takes to load the compiler.
+# This is what torch.compiler.assume_constant_result does. Calling that would load the compiler, which takes seconds.
 convolutions_allow_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def float32_settings() -> tuple[str, bool]:
-    """All that float32 work depends on of how PyTorch is set."""
+    """All of PyTorch's settings that float32 work depends on."""
     return torch.backends.cuda.matmul.fp32_precision, convolutions_allow_tf32()
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for this kind of device ("meta" has none and would raise)."""
+    """Whether autocast is on for this kind of device. (PyTorch raises an error when asked about "meta".)"""
     return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Turns autocast off for this kind of device; making PyTorch's context where it is off takes the host 10 us."""
+    """Turn autocast off for this kind of device. Where it is off already, PyTorch's context would cost the host 10
+    us."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype a matrix product of this tensor runs in: autocast's where it is on (it leaves float64 alone)."""
+    """The dtype of a matrix product with this tensor: autocast's where autocast is on. float64 stays float64."""
     if autocasts(tensor.device) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd will ask for a gradient of any of these."""
+    """Whether autograd will ask for a gradient of any of these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

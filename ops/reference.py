@@ -1,29 +1,35 @@
-"""The same chains in plain PyTorch: what CPU tensors and float64 run, and what the kernels are compared with."""
+"""The functions of ``ops`` in plain PyTorch.
+
+They run for CPU tensors and for float64, and the tests compare the kernels with them.
+"""
 
 import torch
 import torch.nn.functional as F
+
+from ops.checks import plain
 
 Tensor = torch.Tensor
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input @ weight.T + bias"""
+    """``input @ weight.T + bias`` in plain PyTorch. See :func:`ops.linear`."""
     return F.linear(input, weight, bias)
 
 
 def bias_hardtanh_mish(
     input: Tensor, bias: Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
 ) -> Tensor:
-    """mish(hardtanh(input + bias))"""
-    return F.mish(F.hardtanh(input if bias is None else input + bias, min_val, max_val))
+    """``mish(hardtanh(input + bias))`` in plain PyTorch. See :func:`ops.bias_hardtanh_mish`."""
+    return F.mish(F.hardtanh(input if bias is None else input + bias, plain(min_val), plain(max_val)))
 
 
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """torch.nn.functional.group_norm, of empty batches too, and of one sample with groups of one value.
+    """``torch.nn.functional.group_norm``, for empty batches too, and for a single sample with groups of one value.
 
-    Its backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is passed.
+    See :func:`ops.group_norm`. PyTorch's backward fails on the CPU for a bias without a weight (seen with torch 2.13),
+    so a weight of ones is passed.
     """
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)
@@ -31,7 +37,7 @@ def group_norm(
         shape = (1, -1) + (1,) * (input.ndim - 2)
         scaled = input if weight is None else input * weight.view(shape)
         return scaled if bias is None else scaled + bias.view(shape)
-    return torch.group_norm(input, num_groups, weight, bias, eps)
+    return torch.group_norm(input, plain(num_groups), weight, bias, plain(eps))
 
 
 def group_norm_hardtanh(
@@ -44,8 +50,8 @@ def group_norm_hardtanh(
     max_val: float = 1.0,
     eps: float = 1e-5,
 ) -> Tensor:
-    """hardtanh(group_norm(input))"""
-    return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), min_val, max_val)
+    """``hardtanh(group_norm(input))`` in plain PyTorch. See :func:`ops.group_norm_hardtanh`."""
+    return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), plain(min_val), plain(max_val))
 
 
 def gelu_group_norm(
@@ -57,7 +63,7 @@ def gelu_group_norm(
     approximate: str = "none",
     eps: float = 1e-5,
 ) -> Tensor:
-    """group_norm(gelu(input))"""
+    """``group_norm(gelu(input))`` in plain PyTorch. See :func:`ops.gelu_group_norm`."""
     return group_norm(F.gelu(input, approximate=approximate), num_groups, weight, bias, eps=eps)
 
 
@@ -74,7 +80,10 @@ def linear_hardtanh_mish_group_norm(
     max_val: float = 1.0,
     eps: float = 1e-5,
 ) -> Tensor:
-    """group_norm(mish(hardtanh(linear(input) + bias))) over the last dimension"""
+    """``group_norm(mish(hardtanh(linear(input) + bias)))`` in plain PyTorch, normalised over the last dimension.
+
+    See :func:`ops.linear_hardtanh_mish_group_norm`.
+    """
     rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
     activated = bias_hardtanh_mish(rows, bias, min_val=min_val, max_val=max_val)
     normalized = group_norm(activated, num_groups, norm_weight, norm_bias, eps=eps)
@@ -92,7 +101,10 @@ def linear_group_norm_min(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    """min(group_norm(linear(input)), dim=1, keepdim=True) + bias"""
+    """``min(group_norm(linear(input)), dim=1, keepdim=True)[0] + bias`` in plain PyTorch.
+
+    See :func:`ops.linear_group_norm_min`.
+    """
     normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps=eps)
     minimum = torch.min(normalized, dim=1, keepdim=True)[0]
     return minimum if bias is None else minimum + bias
@@ -110,7 +122,10 @@ def linear_group_norm_hardtanh(
     max_val: float = 1.0,
     eps: float = 1e-5,
 ) -> Tensor:
-    """hardtanh(group_norm(linear(input))) over the last dimension"""
+    """``hardtanh(group_norm(linear(input)))`` in plain PyTorch, normalised over the last dimension.
+
+    See :func:`ops.linear_group_norm_hardtanh`.
+    """
     rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
     result = group_norm_hardtanh(rows, num_groups, norm_weight, norm_bias, min_val=min_val, max_val=max_val, eps=eps)
     return result.view(*input.shape[:-1], weight.shape[0])
@@ -132,6 +147,8 @@ def conv_transpose2d_gelu_group_norm(
     approximate: str = "none",
     eps: float = 1e-5,
 ) -> Tensor:
-    """group_norm(gelu(conv_transpose2d(input)))"""
-    z = F.conv_transpose2d(input, weight, conv_bias, stride, padding, output_padding, groups, dilation)
+    """``group_norm(gelu(conv_transpose2d(input)))`` in plain PyTorch. See
+    :func:`ops.conv_transpose2d_gelu_group_norm`."""
+    geometry = plain((stride, padding, output_padding, groups, dilation))
+    z = F.conv_transpose2d(input, weight, conv_bias, *geometry)
     return gelu_group_norm(z, num_groups, norm_weight, norm_bias, approximate=approximate, eps=eps)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs import lookup, tuning
-from ops import precision
+from ops import checks, precision
 from triton_kernels.device import INTERPRETED
 from triton_kernels.launch import current, is_watched, watched
 
@@ -151,7 +151,11 @@ def _key(tensors: Tensors, arguments: tuple, options: dict[str, Any]) -> tuple |
             elif kind in _SCALARS or (kind in (tuple, list) and all(type(each) in _SCALARS for each in value)):
                 key.append(repr(value))  # which tells True from 1, and -0.0 from 0.0
             else:
-                return None
+                value = checks.plain(value)  # NumPy's numbers, which the function takes for the same as Python's
+                numbers = value if isinstance(value, (tuple, list)) else (value,)
+                if not all(type(each) in _SCALARS for each in numbers):
+                    return None
+                key.append(repr(value))
     except (RuntimeError, ValueError):  # an integer may be too long to be written out
         return None
     if tensors and tensors[0].dtype == torch.float32:

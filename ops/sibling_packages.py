@@ -1,4 +1,4 @@
-"""The names ``triton_kernels`` and ``autotune_configs`` are used by others too: notice when the wrong one is found."""
+"""Check that ``triton_kernels`` and ``autotune_configs`` are this project's: other projects use these names too."""
 
 import importlib.util
 from pathlib import Path

@@ -1,14 +1,17 @@
-"""DTensors: every function runs on its shards of whole groups, or of the batch, and returns a DTensor again.
+"""Tensor and data parallelism with DTensor: every function runs on its shards and returns a DTensor.
 
-This is a layer over the public functions, and no sharding rules for their operators (DTensor's ``register_sharding``),
-for three reasons: a rule places tensors but cannot change the number of groups, of which a shard has only its part;
-what CPU tensors and float64 run is not an operator of the project; and a row's minimum takes a gradient to one shard
-alone, which a placement cannot say. Each dimension of the mesh divides the channels, or an axis of the batch, or
-nothing, as the weight and the input lie there; all other tensors are brought to it. The shards need no communication
-with each other, forward or backward, but for the minimum, whose shards tell each other one value a row.
+A shard holds whole groups of channels, or a part of the batch. Each dimension of the mesh divides the channels, or one
+axis of the batch, or nothing, as the weight and the input are placed. All other tensors are redistributed to match. The
+shards do not communicate, forward or backward, except for the row minimum: there each rank sends one value per row.
 
-Gradients come out as PyTorch's own: where the channels are divided, the input's is pending a sum over the shards and
-a parameter's is sharded as the parameter; where the batch is, a parameter's is pending a sum.
+Gradients are placed as PyTorch's own. Where the channels are divided, the input's gradient is pending a sum over the
+shards, and a parameter's gradient is sharded like the parameter. Where the batch is divided, a parameter's gradient is
+pending a sum.
+
+This is a layer over the public functions and not a set of DTensor sharding rules (``register_sharding``), for three
+reasons. A rule places tensors but cannot change ``num_groups``, of which a shard has only a part. CPU tensors and
+float64 do not run the project's operators. And a row minimum gives its gradient to one shard alone, which no placement
+can express.
 """
 
 import sys
@@ -21,20 +24,20 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-#: The types of almost every argument: one look at each, and no more, on the way to the kernels.
+#: The types of almost every argument. They are recognised with one look-up each, as this is on every call's way.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-#: What a dimension of the mesh divides where it is not an axis of the batch (its number) or nothing (None).
+#: A dimension of the mesh that divides the channels. One that divides the batch has an axis's number, any other None.
 _CHANNELS = -1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a function's tensors have their channels."""
+    """Which axes of a function's tensors are the channels."""
 
     #: The axis of ``weight``; None for a function of the input's own channels.
     weight_axis: int | None
-    #: The axis of the result, and of the input's own channels. Axes of the batch are all before it, if it is the last
-    #: one (-1), and else the first alone.
+    #: The axis in the result, and of the input's own channels. If it is the last one (-1), all axes before it are the
+    #: batch; otherwise the first axis alone is.
     axis: int
 
 
@@ -53,7 +56,8 @@ def is_distributed(*tensors: torch.Tensor | None) -> bool:
 
 
 def _any_dtensor(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """Who made a DTensor has imported its module, which takes half a second that nobody else shall wait for."""
+    """A DTensor exists only if its module was imported. Importing it takes half a second, so it is not imported
+    here."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
@@ -67,9 +71,9 @@ def on_shards(
 ) -> "DTensor":
     """``function(**tensors, num_groups=num_groups, **others)``, each rank on its shards and its part of the groups.
 
-    ``tensors`` have been checked for all but their placements. Raises TypeError where one of them is no DTensor, and
-    ValueError where it lies on another mesh, where the weight is sharded along another axis than its channels, and
-    where a shard would not hold whole groups: all before anything runs.
+    All but the placements of ``tensors`` is checked before. Raises TypeError where one of them is no DTensor. Raises
+    ValueError where one is on another mesh, where the weight is sharded along an axis other than its channels, and
+    where a shard would not hold whole groups. All of this comes before anything runs.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -82,7 +86,7 @@ def on_shards(
     _check_whole_groups(layout, given, num_groups, shards, others.get("groups", 1))
 
     def placed(over_channels: "Placement", over_batch: "Placement | None" = None) -> tuple["Placement", ...]:
-        """Replicated where the mesh divides nothing; without ``over_batch``, an axis of the batch lies as divided."""
+        """Replicate where the mesh divides nothing. Without ``over_batch``, an axis of the batch is sharded."""
         return tuple(
             Replicate() if role is None else over_channels if role == _CHANNELS else over_batch or Shard(role)
             for role in roles
@@ -106,7 +110,7 @@ def on_shards(
     shape[axis] *= shards
     for role in roles:
         if role is not None and role != _CHANNELS:
-            shape[role] = input.shape[role]  # a rank's own part of it may be shorter than another's
+            shape[role] = input.shape[role]  # the parts of different ranks may differ in size
     return DTensor.from_local(
         share, mesh, placed(Shard(axis)), shape=torch.Size(shape), stride=_dense_strides(shape, share)
     )
@@ -119,12 +123,12 @@ def minimum_on_shards(
     num_groups: int,
     **others: Any,
 ) -> "DTensor":
-    """``function(**tensors, num_groups=num_groups, **others) + bias`` where the function returns row minima (batch, 1).
+    """``function(**tensors, num_groups=num_groups, **others) + bias``, of a function of row minima (batch, 1).
 
-    Every rank gets all shards' minima and takes the least of them; the bias is added behind that, and the result has
-    its placement where the channels are divided. It is no ``Partial("min")``, for a library's minimum over ranks may
-    lose a NaN (gloo's does), and such a placement hands a gradient to every shard, where it belongs to the one that
-    holds the row's minimum (of equal ones, the first). Raises as ``on_shards`` does.
+    Every rank gets the minima of all shards and takes the least. The bias is added after that, so the result has the
+    bias's placement where the channels are divided. The placement ``Partial("min")`` is not used: a minimum over ranks
+    may lose a NaN (gloo's does). It also sends the gradient to every shard; it belongs to the shard with the row's
+    minimum (of equal ones, the first). Raises as ``on_shards`` does.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -138,12 +142,23 @@ def minimum_on_shards(
 
 
 def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> None:
-    """Shard the module's own parameters along their channels: a ``partition_fn`` of PyTorch's ``distribute_module``.
+    """Shard a module's own parameters along their channels: a ``partition_fn`` for PyTorch's ``distribute_module``.
 
-    For the modules of this package, with the layers inside them. ``name`` is not used. Raises ValueError where the
-    groups of a GroupNorm within the module cannot be shared out whole, and TypeError for a parameter whose channels are
-    unknown: one that is neither a Linear layer's, a transposed convolution's or a GroupNorm's, nor a vector with any
-    axes of length one.
+    It is meant for the modules of this package and the layers inside them. A parameter's channels are known for
+    ``nn.Linear``, ``nn.ConvTranspose2d`` and ``nn.GroupNorm``, and for a vector with any axes of length one.
+
+    Args:
+        name: Not used; ``distribute_module`` passes it.
+        module: The module whose parameters are sharded.
+        mesh: The device mesh.
+
+    Raises:
+        TypeError: The channels of a parameter are not known.
+        ValueError: The groups of a GroupNorm within the module cannot be divided among the shards.
+
+    Example::
+
+        distribute_module(layer, mesh, ops.tensor_parallel.shard_channels)
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -157,7 +172,7 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
 
 
 def _channels_in(module: torch.nn.Module, key: str, parameter: torch.Tensor) -> int:
-    """The axis of a module's parameter."""
+    """The axis of the channels in a module's parameter."""
     if isinstance(module, torch.nn.Linear):
         return 0
     if isinstance(module, torch.nn.ConvTranspose2d) and key == "weight":
@@ -168,12 +183,13 @@ def _channels_in(module: torch.nn.Module, key: str, parameter: torch.Tensor) -> 
 
 
 def _channels_of(layout: Layout, name: str, tensor: torch.Tensor) -> int:
-    """The axis of a function's argument; of an input whose channels are not the result's, the one that is summed."""
+    """The axis of the channels in a function's argument. In the input of a linear layer or a convolution, that is
+    the axis that is summed over."""
     if name == "input":
         return layout.axis % tensor.ndim
     if name == "weight" and layout.weight_axis is not None:
         return layout.weight_axis
-    return tensor.ndim - 1  # of a vector, behind any axes of length one
+    return tensor.ndim - 1  # of a vector, after any axes of length one
 
 
 def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMesh", dict[str, "DTensor"]]:
@@ -188,7 +204,7 @@ def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMes
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be a DTensor, as {first} is, got {type(tensor).__name__}")
         if tensor.device_mesh != mesh:
-            raise ValueError(f"{name} must lie on {first}'s mesh {mesh}, got {tensor.device_mesh}")
+            raise ValueError(f"{name} must be on {first}'s device mesh {mesh}, got {tensor.device_mesh}")
         given[name] = tensor
     return mesh, given
 
@@ -202,7 +218,7 @@ def _roles(layout: Layout, tensors: Mapping[str, "DTensor"]) -> list[int | None]
     batch = range(input.ndim - 1) if layout.axis == -1 else range(1)
     roles: list[int | None] = []
     for of_input, of_channels in zip(input.placements, tensors[name].placements, strict=True):
-        # The type itself: a strided shard says that it is one too, and its channels are not neighbours.
+        # The type itself: a strided shard may be a subclass, and its channels are not neighbours.
         if type(of_channels) is Shard and of_channels.dim == along:
             roles.append(_CHANNELS)
         elif name == "weight" and not of_channels.is_replicate():
@@ -233,24 +249,27 @@ def _check_whole_groups(
     name = _holder_of_channels(layout)
     channels = tensors[name].shape[_channels_of(layout, name, tensors[name])]
     if channels % shards != 0:
-        raise ValueError(f"{name}'s channels must be a multiple of its {shards} shards, got {channels}")
+        raise ValueError(f"{name}'s number of channels must be a multiple of its {shards} shards, got {channels}")
 
 
 def _cut_groups(num_groups: int, shards: int) -> str:
-    return f"num_groups must be a multiple of the channels' {shards} shards, which hold whole groups, got {num_groups}"
+    return (
+        f"num_groups must be a multiple of the {shards} shards of the channels, each of which holds whole groups, "
+        f"got {num_groups}"
+    )
 
 
 def _share(
     tensor: "DTensor", placements: tuple["Placement", ...], gradient_placements: tuple["Placement", ...]
 ) -> torch.Tensor:
-    """This rank's own part of a tensor that lies like this, and whose gradient will."""
+    """This rank's part of a tensor with these placements, and with these placements of its gradient."""
     if tensor.placements != placements:
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local(grad_placements=gradient_placements)
 
 
 def _dense_strides(shape: list[int], like: torch.Tensor) -> tuple[int, ...]:
-    """Of a tensor of this shape without gaps whose axes lie in memory in the order of ``like``'s."""
+    """Strides of a dense tensor of this shape whose axes are in the memory order of ``like``'s."""
     strides, step = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda axis: (like.stride(axis), -axis)):
         strides[axis] = step

@@ -49,9 +49,9 @@ def test_modules_of_a_user() -> None:
     assert_type(layer.groupnorm, torch.nn.GroupNorm)
     assert_type(layer.hardtanh.max_val, float)
     assert_type(layer.forward(torch.randn(4, 8)), torch.Tensor)
-    assert_type(ops.LinearGroupNormMin(8, 6, 3, (1, 6, 1, 1)).group_norm, torch.nn.GroupNorm)
+    assert_type(ops.LinearGroupNormMin(8, 6, 3, (1, 6, 1, 1), linear_bias=False).group_norm, torch.nn.GroupNorm)
     assert_type(ops.LinearGroupNormHardtanh(8, 6, 3, -2.0, 2.0).hardtanh, torch.nn.Hardtanh)
-    convolution = ops.ConvTranspose2dGeluGroupNorm(3, 4, kernel_size=3, stride=(1, 1), groups=4, num_groups=2)
+    convolution = ops.ConvTranspose2dGeluGroupNorm(3, 4, 3, (1, 1), groups=4, num_groups=2, device="cpu", eps=1e-3)
     assert_type(convolution.conv_transpose, torch.nn.ConvTranspose2d)
     assert_type(convolution.forward(torch.randn(1, 3, 4, 4)), torch.Tensor)
 
@@ -105,8 +105,9 @@ def test_annotations_are_installed(package):
     """Type checkers believe those of a package that says so, with a file that is installed with it."""
     assert (ROOT / package / "py.typed").is_file()
     settings = (ROOT / "pyproject.toml").read_text()
-    package_data = settings.partition("[tool.setuptools.package-data]\n")[2].partition("\n[")[0]
-    assert re.search(rf'^{package} = .*"py\.typed"', package_data, flags=re.MULTILINE)
+    build = settings.partition("[tool.hatch.build]\n")[2].partition("\n[")[0]
+    assert re.search(rf'^packages = .*"{package}"', build, flags=re.MULTILINE), "hatch installs all files of these"
+    assert not re.search(r"^exclude = .*(py\.typed|\*)", build, flags=re.MULTILINE)
 
 
 def test_the_type_checker_reads_this_file():

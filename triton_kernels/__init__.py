@@ -1,1 +1,1 @@
-"""Device code and its launchers: each takes tensors and a config, and knows nothing of what is above it."""
+"""Kernels and their launchers. Each takes tensors and a config, and knows nothing of the layers above."""

@@ -55,7 +55,7 @@ def bias_pointwise_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """input_gradient = GRADIENT(output_gradient, input + bias), and its column sums on the way."""
+    """input_gradient = GRADIENT(output_gradient, input + bias), and its column sums in the same pass."""
     wait_for_launch_before()
     chunk = tl.program_id(0)
     columns = second_place() * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -114,8 +114,10 @@ def bias_pointwise_backward(
     input_gradient: torch.Tensor,
     bias_gradient: torch.Tensor | None,
 ) -> None:
-    """Gradients of ``bias_pointwise``, all matrices [M, C] and contiguous; the bias's [C] in any float dtype, or None
-    where it is not wanted."""
+    """Gradients of ``bias_pointwise``. All matrices are [M, C] and contiguous.
+
+    ``bias_gradient`` is [C] in any float dtype, or None where it is not wanted.
+    """
     M, C = input.shape
     if C == 0:
         return

@@ -1,4 +1,4 @@
-"""The second stage of every sum over rows: partial sums are added in a fixed order, so the result is deterministic."""
+"""The second stage of sums over rows. Partial sums are added in a fixed order, which makes the result deterministic."""
 
 from collections.abc import Sequence
 
@@ -43,15 +43,15 @@ def column_sums_kernel(
 
 @triton.jit
 def store_sums(target, offsets, values, mask):
-    """Store a kernel's own sums at ``target + offsets``; a sum that nobody wants has None for a target."""
+    """Store a kernel's sums at ``target + offsets``. ``target`` is None for a sum that is not wanted."""
     if target is not None:
         tl.store(target + offsets, values, mask=mask)
 
 
 def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> tuple[torch.Tensor | None, ...]:
-    """For what ``add_up`` adds up to ``vectors`` ([C] each, or None), sums over each of ``chunks`` chunks of rows.
+    """Buffers for sums over each of ``chunks`` chunks of rows, for ``add_up`` to add up to ``vectors`` ([C], or None).
 
-    The sums over one chunk are the vectors themselves.
+    For one chunk, they are the vectors themselves.
     """
     if chunks == 1:
         return tuple(vectors)
@@ -64,7 +64,8 @@ def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> tuple
 def float32_partials(
     vectors: Sequence[torch.Tensor | None], chunks: int, C: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """As ``empty_partials``, but for sums that are read on the way: [chunks, C] float32 for every vector, None too."""
+    """As ``empty_partials``, for sums that are also read before: [chunks, C] in float32 for every vector, and for
+    None."""
     return [
         vector
         if chunks == 1 and vector is not None and vector.dtype == torch.float32
@@ -74,10 +75,10 @@ def float32_partials(
 
 
 def add_up(partials: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
-    """Each of ``outputs`` ([C] or [sums, C], any float dtype) = the sum over the chunks of its ``partials``, float32
-    [chunks, C] or [sums, chunks, C].
+    """Add the partial sums up: each of ``outputs`` becomes the sum over the chunks of its ``partials``.
 
-    Nothing is launched where there is no output, or it is its own partial sums.
+    ``outputs`` are [C] or [sums, C] in any float dtype, ``partials`` [chunks, C] or [sums, chunks, C] in float32.
+    Nothing is launched for an output that is None or is its own partial sums.
     """
     pairs = [
         (partial, output)
@@ -104,7 +105,7 @@ def add_up(partials: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tens
 def column_sums(partials: torch.Tensor) -> torch.Tensor:
     """Sum ``partials`` [sums, chunks, C] (float32, contiguous) over the chunks; returns [sums, C].
 
-    One chunk is its sum: a view of it is returned, and nothing launched.
+    For one chunk a view is returned, and nothing is launched.
     """
     sums, chunks, C = partials.shape
     if chunks == 1:

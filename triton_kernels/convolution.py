@@ -1,4 +1,4 @@
-"""Stride-1 convolution of images of any dtype, strides and size: what no faster kernel takes.
+"""Stride-1 convolution of images of any dtype, strides and size, for what the faster kernels do not take.
 
 output[n, o, y, x] = bias[o] + sum over ky, kx, c of
                      weight[ky, kx, o, c] * input[n, c, y + sy + ky * dy, x + sx + kx * dx]   (0 outside the image)
@@ -21,7 +21,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @dataclass(frozen=True)
 class StrideOneConvolution:
-    """Taps (rows, columns), their dilation, and the shift of the first tap against the output's pixel."""
+    """Taps (rows, columns), their dilation, and the offset of the first tap from the output's pixel."""
 
     kernel_size: tuple[int, int]
     dilation: tuple[int, int]
@@ -34,7 +34,7 @@ class StrideOneConvolution:
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """Pixels and output channels of a tile, and input channels of a step. With four warps it spills registers."""
+    """Pixels and output channels of a tile, and input channels of a step. Four warps would spill registers."""
 
     block_pixels: int = 128
     block_o: int = 64
@@ -82,7 +82,7 @@ def convolution_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A tile: neighbouring pixels of a sample's output, row after row, by BLOCK_O channels."""
+    """One tile per program: neighbouring pixels of a sample's output, row after row, by BLOCK_O channels."""
     wait_for_launch_before()
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * BLOCK_PIXELS
@@ -139,9 +139,9 @@ def convolution(
     activation: Pointwise = IDENTITY,
     input_precision: str = "ieee",
 ) -> None:
-    """Write the convolution to ``output`` [N, O, OH, OW] and, where ``partials`` are given, its activated statistics.
+    """Write the convolution to ``output`` [N, O, OH, OW], and its activation's statistics to ``partials``, if given.
 
-    ``input`` [N, C, H, W] and ``output`` may have any strides; ``weight`` is [KH, KW, O, C] in the input's dtype, and
+    ``input`` [N, C, H, W] and ``output`` may have any strides. ``weight`` is [KH, KW, O, C] in the input's dtype, and
     contiguous. ``partials`` are over tiles of ``config.block_pixels``. ``input_precision`` is ``tl.dot``'s.
     """
     N, channels, height, width = output.shape

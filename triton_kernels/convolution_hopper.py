@@ -1,21 +1,21 @@
-"""Stride-1 convolution with a fused bias and partial group statistics, for Hopper: Gluon.
+"""Stride-1 convolution with a fused bias and partial group statistics, for Hopper, in Gluon.
 
     output[n, o, y, x] = bias[o] + sum over ky, kx, c of
                          weight[ky, kx, o, c] * input[n, c, y + sy + ky * dy, x + sx + kx * dx]   (0 outside the image)
 
-A transposed convolution of stride 1 is this with its taps reversed; its input gradient is this as they are. The input
-is channels_last, the output that or contiguous. 16-bit images are multiplied as they are, float32 ones as TF32, which
-they must hold already: the tensor cores cut off what is beyond.
+A transposed convolution of stride 1 is this with its taps reversed. Its input gradient is this with its taps as they
+are. The input is channels_last; the output is channels_last or contiguous. 16-bit images are multiplied as they are.
+float32 images are multiplied as TF32 and must hold TF32 numbers already: the tensor cores truncate the rest.
 
-Weights lie on the rows of the product (64 output channels), 128 pixels of each warpgroup on its columns, so that shared
-memory keeps up with the tensor cores. One warp copies tiles in; two consumers take them in turn and multiply one after
-the other, so that each one's epilogue runs beside the other's products. Where statistics are wanted, a consumer is two
-warpgroups with a tile of 256 pixels if that fits: an epilogue mostly waits for its instructions to be fetched, which
-warps that run the same one share. A program keeps the weights of its 64 channels in shared memory. For each tap column
-a box of image rows and a halo is copied; the tap rows read it at a distance of whole swizzle atoms (8 pixels of 128
+The product has weights on its rows (64 output channels) and 128 pixels of each warpgroup on its columns. So shared
+memory keeps up with the tensor cores. One warp copies tiles in. Two consumers take the tiles in turn and multiply one
+after the other, so that each one's epilogue overlaps the other's products. Where statistics are wanted, a consumer is
+two warpgroups with a tile of 256 pixels, if that fits: an epilogue mostly waits for instruction fetches, and warps that
+run the same epilogue share them. A program keeps the weights of its 64 channels in shared memory. For each tap column,
+a box of image rows with a halo is copied. The tap rows read that box at offsets of whole swizzle atoms (8 pixels of 128
 bytes, 1024 bytes).
 
-Statistics are kept in registers, each thread's own, from tile to tile of a sample, and put together at its end.
+Each thread keeps its own statistics in registers from tile to tile of a sample. They are merged at the sample's end.
 """
 
 import functools
@@ -54,14 +54,14 @@ from triton_kernels.tf32 import round_to_tf32
 
 
 def _is_one_run(image: torch.Tensor) -> bool:
-    """Whether an image's pixels lie at one distance from each other, row after row."""
+    """Whether an image's pixels have one constant distance, across rows too."""
     return image.stride(2) == image.stride(3) * image.shape[3]
 
 
 def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> bool:
     """Whether ``convolution_hopper`` takes it: architecture, dtypes, alignment, weights that fit into shared memory.
 
-    The copy engine must take the input, which is channels_last, and an output of 16-bit numbers too.
+    TMA must be able to copy the channels_last input, and an output in 16 bits too.
     """
     if not (
         runs_hopper_convolutions(input.device)
@@ -72,14 +72,14 @@ def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneCo
         and (is_copyable(output) if output.element_size() == 2 else _is_one_run(output))
     ):
         return False
-    # Not from a cache: torch.compile asks about channels of any number too, which are no keys.
+    # Not cached: torch.compile asks with a symbolic number of channels too, which is no key.
     tiling = tiling_of(128, columns_of(output), input.shape[1], input.element_size(), convolution)
     return tiling.halo <= WIDEST_HALO and tiling.stages >= 2
 
 
 @gluon.jit
 def tile_place(tile, places):
-    """Sample, tile row and tile column of a tile; the blocks of channels are spread over the programs."""
+    """Sample, tile row and tile column of a tile. The blocks of channels are divided among the programs."""
     tiles_y, tiles_x, channel_blocks = places
     tile = tile // channel_blocks
     n = tile // (tiles_x * tiles_y)
@@ -89,7 +89,8 @@ def tile_place(tile, places):
 
 @gluon.jit
 def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dilation_x, TILING: gl.constexpr):
-    """The producer: all weights of the program's channels once, then a box for each tile, channel step, tap column."""
+    """The producer. It copies all weights of the program's channels once, then a box for each tile, channel step and
+    tap column."""
     ROWS: gl.constexpr = TILING.rows + TILING.halo
     TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns
     STEPS: gl.constexpr = TILING.steps
@@ -125,7 +126,8 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
 
 @gluon.jit
 def rounded(values, DTYPE: gl.constexpr):
-    """``values`` in DTYPE. The move keeps two 16-bit numbers a register, lest they be converted one by one, slowly."""
+    """``values`` in DTYPE. The move packs two 16-bit numbers into a register. Otherwise they are converted one by
+    one, slowly."""
     result = values.to(DTYPE)
     if DTYPE.primitive_bitwidth == 16:
         result = gl.inline_asm_elementwise(
@@ -136,31 +138,31 @@ def rounded(values, DTYPE: gl.constexpr):
 
 @gluon.jit
 def by_slot(values):
-    """[64, pixels] as [64, halves, 16, 4, 2]: a warpgroup's half, 16 pairs of pixels of each of 4 threads."""
+    """[64, pixels] viewed as [64, halves, 16, 4, 2]: warpgroup, then 16 pairs of pixels of each of 4 threads."""
     return values.reshape([64, values.shape[1] // 128, 16, 4, 2])
 
 
 @gluon.jit
 def slot_sums(values):
-    """Sums [64, halves, 4] over each thread's own pixels, so that nothing is moved."""
+    """Sums [64, halves, 4] over each thread's own pixels. No data moves between threads."""
     return gl.sum(gl.sum(values, 4), 2)
 
 
 @gluon.jit
 def spread(slots):
-    """[64, halves, 4] beside the values of ``by_slot``."""
+    """[64, halves, 4] in a shape that broadcasts with ``by_slot``."""
     return gl.expand_dims(gl.expand_dims(slots, 2), 4)
 
 
 @gluon.jit
 def slot_statistics(values, inside, MASKED: gl.constexpr):
-    """Count, mean and M2 of each slot's values, of what is ``inside``."""
+    """Count, mean and M2 of each slot's values, those ``inside`` only."""
     if MASKED:
         count = slot_sums(gl.where(inside, 1.0, 0.0))
         divisor = gl.maximum(count, 1.0)
         mean = slot_sums(gl.where(inside, values, 0.0)) / divisor
         centred = gl.where(inside, values - spread(mean), 0.0)
-        # The count may be no power of two: what rounding left of the mean.
+        # Where the count is no power of two, the mean is rounded; this corrects it.
         correction = slot_sums(centred) / divisor
         mean += correction
         centred = gl.where(inside, centred - spread(correction), 0.0)
@@ -173,7 +175,7 @@ def slot_statistics(values, inside, MASKED: gl.constexpr):
 
 @gluon.jit
 def merged_statistics(count, mean, m2, other_count, other_mean, other_m2):
-    """Count, mean and M2 of two sets together (Chan, Golub and LeVeque); the first may be empty, both may."""
+    """Count, mean and M2 of two sets together (Chan, Golub and LeVeque). The first or both may be empty."""
     total = count + other_count
     share = other_count / gl.maximum(total, 1.0)
     away = other_mean - mean
@@ -182,19 +184,19 @@ def merged_statistics(count, mean, m2, other_count, other_mean, other_m2):
 
 @gluon.jit
 def over_slots(count, mean, m2):
-    """Count, mean and M2 [64, halves] of all threads' slots together; a mean of 0 where there is nothing."""
+    """Count, mean and M2 [64, halves] of all threads' slots together. The mean of nothing is 0."""
     total = gl.sum(count, 2)
     divisor = gl.maximum(total, 1.0)
     centre = gl.sum(count * mean, 2) / divisor
     away = mean - gl.expand_dims(centre, 2)
-    correction = gl.sum(count * away, 2) / divisor  # what rounding left of the mean
+    correction = gl.sum(count * away, 2) / divisor  # of the mean's rounding
     away -= gl.expand_dims(correction, 2)
     return total, centre + correction, gl.sum(m2 + count * (away * away), 2)
 
 
 @gluon.jit
 def store_statistics(partials, place, block, channels, statistics):
-    """Statistics [64, halves] of the block of channels that begins at ``block``, to the rows from ``place`` on."""
+    """Store the statistics [64, halves] of the channels from ``block`` on, in the rows from ``place`` on."""
     counts, means, m2s = partials
     count, mean, m2 = statistics
     LAYOUT: gl.constexpr = count.type.layout
@@ -224,7 +226,7 @@ def multiply(
     WIDTH_UNIT: gl.constexpr,
     TILING: gl.constexpr,
 ):
-    """A consumer: product and epilogue of every other one of the program's tiles."""
+    """A consumer: product and epilogue of every second tile of the program."""
     PIXELS: gl.constexpr = TILING.rows * TILING.columns
     HALVES: gl.constexpr = PIXELS // 128
     ROWS: gl.constexpr = TILING.rows + TILING.halo
@@ -252,14 +254,14 @@ def multiply(
     count, mean, m2 = nothing, nothing, nothing
     mbarrier.wait(weights_ready, 0)
     box_count = CONSUMER * TURNS
-    turn = 1 - CONSUMER  # the phase that each of the two barriers of turns is awaited in
+    turn = 1 - CONSUMER  # the phase to wait for at each of the two barriers of turns
     for tile in range(gl.program_id(0) + CONSUMER * gl.num_programs(0), tiles, stride):
         n, tile_y, tile_x = tile_place(tile, places)
         y, x = tile_y * TILING.rows, tile_x * TILING.columns
         accumulator = gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)
         if BITS == 16:
             accumulator += gl.expand_dims(shift, 1)
-        # The consumers multiply in the order of their tiles: that of the boxes, and so that epilogues do not coincide.
+        # The consumers multiply in the order of the tiles. That is the order of the boxes, and keeps epilogues apart.
         mbarrier.wait(turns.index(CONSUMER), turn)
         for part in range(TURNS):
             stage = box_count % TILING.stages
@@ -278,7 +280,7 @@ def multiply(
         accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator,))
         mbarrier.arrive(empty.index((box_count + TILING.stages - 1) % TILING.stages), count=1)
         box_count += TURNS
-        if BITS == 32:  # a large bias would cost the products digits, since the tensor cores' sums are cut off
+        if BITS == 32:  # with a large bias in the sum the products would lose precision: the tensor cores truncate it
             accumulator += gl.expand_dims(shift, 1)
         values = rounded(accumulator, output.dtype.element_ty)
         rows = gl.minimum(height - y, TILING.rows)
@@ -310,7 +312,7 @@ def multiply(
             count, mean, m2 = merged_statistics(count, mean, m2, more[0], more[1], more[2])
             first = n * sample_tiles
             if tile + stride >= first + sample_tiles:
-                # The place of a consumer's first tile in the sample is that of its statistics.
+                # A consumer's statistics have the place of its first tile in the sample.
                 place = (tile - first) % stride // channel_blocks
                 place += n.to(gl.int64) * (gl.minimum(sample_tiles, stride) // channel_blocks)
                 store_statistics(partials, place * HALVES, block, channels, over_slots(count, mean, m2))
@@ -341,7 +343,7 @@ def convolution_kernel(
     WIDTH_UNIT: gl.constexpr,
     TILING: gl.constexpr,
 ):
-    """A persistent program: one producer warp and two consumers of a warpgroup for each 128 pixels of a tile."""
+    """A persistent program: one producer warp and two consumers, each with a warpgroup per 128 pixels of a tile."""
     wait_for_launch_before()
     PIXELS: gl.constexpr = TILING.rows * TILING.columns
     STAGES: gl.constexpr = TILING.stages
@@ -399,7 +401,8 @@ def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> TensorDescriptor:
-    """Of boxes of ``channels`` and ``rows`` x ``columns`` pixels of a channels_last image, or of a contiguous one."""
+    """A descriptor of boxes of ``channels`` and ``rows`` x ``columns`` pixels, in a channels_last or a contiguous
+    image."""
     if is_channels_last(image):
         view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, channels], 128
     else:
@@ -409,7 +412,8 @@ def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> 
 
 
 def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
-    """[KH, KW, O, C] with channels rounded up to multiples of 64 and of ``step`` by zeros, as [KH * KW * O, C]."""
+    """[KH, KW, O, C] as [KH * KW * O, C], with O padded by zeros to a multiple of 64 and C to a multiple of
+    ``step``."""
     height, width, out_channels, in_channels = weight.shape
     padded = blocks_of(out_channels, CHANNELS) * CHANNELS, blocks_of(in_channels, step) * step
     values = round_to_tf32(weight) if weight.dtype == torch.float32 else weight
@@ -421,13 +425,13 @@ def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _programs(output: torch.Tensor) -> int:
-    """As many as run at once, each with a block of channels of its own."""
+    """As many programs as run at once, in a multiple of the blocks of channels."""
     blocks = blocks_of(output.shape[1], CHANNELS)
     return max(multiprocessor_count(output.device) // blocks, 1) * blocks
 
 
 def partial_count(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> int:
-    """Partial statistics of a sample: one for each warpgroup of consumers that has a tile of it."""
+    """The number of partial statistics of a sample: one for each consumer warpgroup that has a tile of it."""
     tiling = tiling_for(input, output, convolution, statistics=True)
     consumers = 2 * _programs(output) // blocks_of(output.shape[1], CHANNELS)
     return min(math.prod(tiling.tiles(*output.shape[2:])), consumers) * (tiling.pixels // 128)
@@ -443,11 +447,11 @@ def convolution_hopper(
     partials: PartialStatistics | None = None,
     activation: Pointwise = IDENTITY,
 ) -> None:
-    """Write the convolution to ``output`` [N, O, OH, OW] and, where ``partials`` are given, its activated statistics.
+    """Write the convolution to ``output`` [N, O, OH, OW], and its activation's statistics to ``partials``, if given.
 
-    ``input`` [N, C, H, W] and ``output`` are as ``supports`` has them, ``weight`` is [KH, KW, O, C] in the input's
-    dtype. A float32 input must hold TF32 numbers; the weight is rounded to them here. ``partials`` are
-    ``partial_count`` a sample.
+    ``input`` [N, C, H, W] and ``output`` must be as ``supports`` says. ``weight`` is [KH, KW, O, C] in the input's
+    dtype. A float32 input must hold TF32 numbers; the weight is rounded to TF32 here. ``partials`` are
+    ``partial_count`` per sample.
     """
     tiling = tiling_for(input, output, convolution, partials is not None)
     N, channels, height, width = output.shape

@@ -1,7 +1,5 @@
-"""How ``convolution_hopper`` cuts images into tiles: as large as shared memory holds beside the weights.
-
-This loads no Gluon.
-"""
+"""The tiles of ``convolution_hopper``: as large as fits into shared memory with the weights. This does not import
+Gluon."""
 
 import functools
 import math
@@ -16,23 +14,23 @@ from triton_kernels.hopper import is_channels_last
 
 #: Output channels of a tile.
 CHANNELS = 64
-#: Bytes of a pixel in a box: a swizzled row of shared memory, and so many input channels are a step.
+#: Bytes of a pixel in a box: a swizzled row of shared memory. A step has as many input channels.
 _ROW_BYTES = 128
 #: Image rows of a halo that are copied at a time.
 _HALO_ROWS = 2
 #: The widest halo.
 WIDEST_HALO = 16
-#: Boxes under way at most.
+#: The largest number of boxes in flight.
 _MOST_STAGES = 6
 #: Bytes set aside for barriers, reductions and alignment.
 _RESERVED_BYTES = 4096
-#: Tiles of 256 pixels are taken where they cover at most so much more than tiles of 128: images have edges.
+#: Tiles of 256 pixels are used where they cover at most this much more than tiles of 128, beyond an image's edges.
 _MOST_WASTE = 1.1
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows and columns of a tile, boxes of the input under way, and what a tile needs of the image and the weights."""
+    """Rows and columns of a tile, number of boxes in flight, and what a tile needs of the image and the weights."""
 
     rows: int
     columns: int
@@ -51,34 +49,34 @@ class Tiling:
         return self.rows * self.columns
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Along the height and the width of an image."""
+        """The number of tiles along the height and the width of an image."""
         return blocks_of(height, self.rows), blocks_of(width, self.columns)
 
     def covered(self, height: int, width: int) -> int:
-        """Pixels of all tiles of an image."""
+        """The number of pixels of all tiles of an image."""
         return math.prod(self.tiles(height, width)) * self.pixels
 
 
 def channels_a_step(input: torch.Tensor) -> int:
-    """Input channels of a step."""
+    """The number of input channels of a step."""
     return _ROW_BYTES // input.element_size()
 
 
 def is_staged(output: torch.Tensor) -> bool:
-    """Whether results go through shared memory and the copy engine; else the consumers store them, thread by thread.
+    """Whether results are stored by TMA from shared memory. Otherwise each thread of the consumers stores its own.
 
-    That takes as long where they are float32: 32 bytes of a row, or of neighbouring channels, at a time.
+    For float32 that takes no longer: threads store 32 bytes of a row, or of neighbouring channels, at a time.
     """
     return output.element_size() == 2
 
 
 def columns_of(output: torch.Tensor) -> int:
-    """Of a tile: 8, or 64 bytes of a contiguous row."""
+    """The number of columns of a tile: 8, or 64 bytes of a contiguous row."""
     return 8 if is_channels_last(output) else 64 // output.element_size()
 
 
 def tiling_of(pixels: int, columns: int, channels: int, element_size: int, convolution: StrideOneConvolution) -> Tiling:
-    """Tiles of so many pixels, for an input of so many channels."""
+    """Tiles of ``pixels`` pixels, for an input of ``channels`` channels."""
     rows = pixels // columns
     (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
     halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
@@ -99,9 +97,9 @@ def _best_tiling(
     convolution: StrideOneConvolution,
     statistics: bool,
 ) -> Tiling:
-    """Tiles of 128 pixels, or larger ones where an epilogue makes them pay."""
+    """Tiles of 128 pixels, or larger ones where the epilogue makes that faster."""
     small, large = (tiling_of(pixels, columns, channels, element_size, convolution) for pixels in (128, 256))
-    # Without statistics there is little to wait for, and float32 results, which are not staged, spill registers.
+    # Without statistics an epilogue is short. float32 results are not staged, and spill registers.
     pays = statistics and columns == 8 and element_size == 2 and large.stages >= 2
     return large if pays and large.covered(*out_size) <= _MOST_WASTE * small.covered(*out_size) else small
 
@@ -109,6 +107,6 @@ def _best_tiling(
 def tiling_for(
     input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool
 ) -> Tiling:
-    """The tiles of a convolution, whose epilogue finds statistics or has little to do."""
+    """The tiles of a convolution, whose epilogue computes statistics or has little to do."""
     out_size = tuple(output.shape[2:])
     return _best_tiling(columns_of(output), input.shape[1], input.element_size(), out_size, convolution, statistics)

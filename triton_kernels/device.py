@@ -1,4 +1,4 @@
-"""What a launcher must know of the device that a tensor lives on."""
+"""What launchers need to know of a tensor's device."""
 
 import functools
 
@@ -7,12 +7,12 @@ import triton
 
 from triton_kernels.interpreter import repair_interpreter
 
-#: True when TRITON_INTERPRET=1 was set before triton was imported: kernels then run on CPU tensors, in numpy.
+#: True where TRITON_INTERPRET=1 was set before triton was imported. Kernels then run on CPU tensors, in numpy.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 if INTERPRETED:
     repair_interpreter()
 
-#: Persistent kernels launch at most this many programs in the interpreter, few enough for each to loop.
+#: Persistent kernels launch at most this many programs in the interpreter: so few that each of them loops.
 _INTERPRETED_MULTIPROCESSORS = 3
 
 
@@ -26,14 +26,15 @@ def _cuda_properties(index: int):
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Number of multiprocessors; a fixed number for tensors without a GPU (interpreter, offline compilation)."""
+    """Number of multiprocessors. For tensors that are not on a GPU (interpreter, offline compilation), a fixed
+    number."""
     return (
         _cuda_properties(device.index).multi_processor_count if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
     )
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name as its driver gives it; the device's type where there is none."""
+    """The GPU's name, or the device's type where there is no GPU."""
     return _cuda_properties(device.index).name if device.type == "cuda" else device.type
 
 
@@ -45,7 +46,7 @@ def shared_memory_limit(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability as one number, 90 for 9.0; the newest that needs no GPU's help where Triton interprets."""
+    """Compute capability as one number: 90 for 9.0. In the interpreter it is 90."""
     if device.type == "cuda":
         properties = _cuda_properties(device.index)
         return 10 * properties.major + properties.minor
@@ -53,5 +54,5 @@ def architecture(device: torch.device) -> int:
 
 
 def has_tensor_descriptors(device: torch.device) -> bool:
-    """Whether tensor descriptors are done by the hardware's copy engine (compute capability 9.0 and up)."""
+    """Whether the hardware has TMA for tensor descriptors: compute capability 9.0 and up."""
     return architecture(device) >= 90

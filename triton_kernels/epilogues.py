@@ -1,14 +1,14 @@
-"""Epilogues of ``linear_kernel``: what is done with a tile of input @ weight.T while it is still in registers.
+"""Epilogues of ``linear_kernel``: what is done with a tile of input @ weight.T while it is in registers.
 
 Each is a jit function of (accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE, DTYPE):
 
 - accumulator: [BLOCK_M, BLOCK_N] in float32, at place = (row, column, M, N)
 - output, saved: where the results go, stored by STORE; saved is None where nothing is kept for the backward pass
-- INDICES: 0, 1, ..., which Triton and Gluon make in different ways (``triton_kernels.linear.indices``); all else that
-  is used here they have in common, so that both kinds of kernel share these functions
+- INDICES: makes 0, 1, ..., which Triton and Gluon do differently (``triton_kernels.linear.indices``). All else that is
+  used here they have in common, so both kinds of kernel share these functions
 - vectors: (linear_bias, bias, norm_weight, norm_bias), pointers to [N]; each may be None and then counts as 0, 0, 1, 0
 - scalars: (min_val, max_val, eps)
-- DTYPE: of the operands, and so of z = input @ weight.T + linear_bias + bias wherever it is stored
+- DTYPE: that of the operands, and so of z = input @ weight.T + linear_bias + bias wherever it is stored
 """
 
 import triton
@@ -24,7 +24,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def load_columns(pointer, place, BLOCK_N: tl.constexpr, INDICES: tl.constexpr, OUTSIDE: tl.constexpr = 0.0):
-    """[BLOCK_N] of a vector over the columns, in its own dtype; OUTSIDE past the last column."""
+    """[BLOCK_N] values of a vector over the columns, in its own dtype; OUTSIDE past the last column."""
     row, column, M, N = place
     columns = INDICES(BLOCK_N)
     return tl.load(pointer + column + columns, mask=columns < N - column, other=OUTSIDE)
@@ -34,8 +34,8 @@ def load_columns(pointer, place, BLOCK_N: tl.constexpr, INDICES: tl.constexpr, O
 def widen(values):
     """[BLOCK_N] values in float32, each converted by the thread that loads it.
 
-    Triton would move a cast behind the exchange with the threads that use the values: fewer bytes, but each of those
-    threads would convert a quarter of the columns. Inline assembly stays where it is.
+    Triton would move a cast behind the exchange with the threads that use the values. That exchanges fewer bytes, but
+    each thread then converts a quarter of the columns. Triton does not move inline assembly.
     """
     if _INTERPRETED or values.dtype == tl.float32:
         return values.to(tl.float32)
@@ -49,10 +49,10 @@ def widen(values):
 
 @triton.jit
 def overflow(z, DTYPE: tl.constexpr):
-    """z with infinity for what rounding to float16 would make infinite; other values keep all their digits.
+    """z, with infinity where rounding to float16 would give infinity. Other values keep their full precision.
 
-    The backward pass reads z as it was stored, rounded. A z that is finite in the forward pass alone would give finite
-    results and NaN for all gradients; PyTorch, which rounds in between, has no finite result either.
+    The backward pass reads z as it was stored, rounded. If z were finite in the forward pass alone, results would be
+    finite and all gradients NaN. PyTorch rounds z in between, and so has no finite result there either.
     """
     if DTYPE == tl.float16:
         z = tl.where(tl.abs(z) < 65520.0, z, z * float("inf"))
@@ -79,10 +79,10 @@ def add_biases(accumulator, place, vectors, INDICES: tl.constexpr):
 def group_norm_tile(
     tile, place, vectors, eps, INDICES: tl.constexpr, GROUP_SIZE: tl.constexpr, OUTSIDE: tl.constexpr = 0.0
 ):
-    """Group norm of each row of a tile, over groups that lie whole within it.
+    """Group norm of each row of a tile that holds whole groups.
 
     Returns the result [rows, columns], the same before weight and bias [rows, groups, GROUP_SIZE], and the reciprocal
-    standard deviations [rows, groups]. Past the last column the norm's bias, where there is one, counts as OUTSIDE.
+    standard deviations [rows, groups]. Past the last column the norm's bias, if there is one, counts as OUTSIDE.
     """
     linear_bias, bias, norm_weight, norm_bias = vectors
     BLOCK_N: tl.constexpr = tile.shape[1]
@@ -90,7 +90,7 @@ def group_norm_tile(
     normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
     y = tl.reshape(normalized, tile.shape)
     if norm_weight is not None:
-        # Not widened: a thread holds its weights while the bias is exchanged, at two to a register as they are.
+        # Not widened: a thread holds its weights while the bias is exchanged, and two 16-bit ones share a register.
         y *= tl.expand_dims(load_columns(norm_weight, place, BLOCK_N, INDICES).to(tl.float32), 0)
     if norm_bias is not None:
         y += tl.expand_dims(widen(load_columns(norm_bias, place, BLOCK_N, INDICES, OUTSIDE)), 0)
@@ -142,8 +142,9 @@ def group_norm_row_minimum_epilogue(
     z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
     y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE, float("inf"))
     y = tl.reshape(y, normalized.shape)
-    # Past the last column the norm's bias makes y infinite, or leaves it NaN where the input's row is not finite: all
-    # of that row's y are NaN then. Without a bias it takes a mask; with something to save a mask spills less.
+    # Past the last column the norm's bias makes y infinite, so no mask is needed. (Where the input's row is not finite,
+    # y stays NaN there, but then all of that row is NaN.) Without a bias a mask is needed. Where something is saved, a
+    # mask spills fewer registers.
     inside = None
     if vectors[3] is None or saved is not None:
         inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))

@@ -1,13 +1,14 @@
-"""float32 operands of a product as float16: two parts are as good as float32 on tensor cores, one is as good as TF32.
+"""Split float32 operands of a product into float16 parts: two give float32's precision on tensor cores, one TF32's.
 
-An operand's rows run along what the product does not sum over, and are scaled by powers of two, which is exact, so that
-the largest element of a row lies between 2**14 and 2**15:
+An operand's rows run along the axis that is not summed over. Each row is scaled by a power of two, which is exact, so
+that its largest element is between 2**14 and 2**15:
 
     value = scale[row] * (high + low / 2**11),   high = float16(value / scale[row]),   low = float16(rest * 2**11)
 
-Of an element that is at least 2**-28 of its row's largest (float16's least normal number), high leaves out 2**-11 at
-most, as TF32 does, and both parts together 2**-22; of smaller ones twice as much with each halving. A row with an
-element that loses too much, or is not finite, gets NaN as its scale: ``linear_rest_kernel`` does what it takes part in.
+For an element of at least 2**-28 of its row's largest (where float16 is still normal), high has a relative error of at
+most 2**-11, as TF32 has, and both parts together 2**-22. For smaller elements the error doubles with each halving. A
+row gets NaN as its scale if one of its elements loses too much, or is not finite. ``linear_rest_kernel`` computes the
+tiles of such rows.
 
 Two parts and three products, without low times low: Ootomo and Yokota, Recovering single precision accuracy from tensor
 cores while surpassing the FP32 theoretical peak performance, 2022. Rows scaled by powers of two: Mukunoki, Ozaki, Ogita
@@ -24,19 +25,19 @@ from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import LinearConfig
 
-#: ``low`` is so many times what it stands for, and so no smaller than ``high`` in float16's range.
+#: ``low`` is stored times this, so that it is about as far from float16's subnormal range as ``high``.
 LOW_SCALE = tl.constexpr(2048.0)
-#: Rows whose largest element is beyond 2**-60 ... 2**60 are scaled as if it were not: two scales multiply safely.
+#: Scales are limited as if the largest element were within 2**-60 ... 2**60, so that a product of two cannot overflow.
 _LEAST_EXPONENT = tl.constexpr(127 - 60)
 _GREATEST_EXPONENT = tl.constexpr(127 + 60)
-#: What an element may lose before its row is given up, by the number of parts: eight times, or four, what others do.
-#: Elements down to 2**-31 (two parts) or 2**-30 (one) of the largest never lose so much; of normally distributed
-#: numbers one in 7e8, or 3e8, is smaller, so that some large matrices have a row or two that are given up.
+#: The error at which an element's row gets no scale, by number of parts: eight or four times the usual error.
+#: Elements down to 2**-31 (two parts) or 2**-30 (one) of the largest never lose that much. Of normally distributed
+#: numbers one in 7e8, or 3e8, is smaller, so a large matrix may have a row or two without a scale.
 _MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
-#: Lines of ``high`` and ``low`` begin at multiples of so many elements: 16 bytes, as the copy engine has it.
+#: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
 _ALIGNMENT = 8
-#: Rows and depth of a program's block where depth is contiguous, and where rows are; the longest row that a program
-#: keeps in registers.
+#: Rows and depth of a program's block where depth is contiguous, and where rows are. Then the longest row that a
+#: program keeps in registers.
 _BLOCK = (4, 1024)
 _TRANSPOSED_BLOCK = (32, 128)
 _LONGEST_KEPT = 16384
@@ -44,7 +45,7 @@ _LONGEST_KEPT = 16384
 
 @dataclass(frozen=True)
 class SplitOperand:
-    """An operand [rows, depth]: its parts (float16, rows or depth first as the operand is) and scale [rows]."""
+    """An operand [rows, depth]: its parts (float16, rows or depth first as the operand) and scale [rows]."""
 
     high: torch.Tensor
     low: torch.Tensor | None
@@ -63,12 +64,12 @@ class LinearSplitConfig:
 
     @property
     def block_n(self) -> int:
-        """As many as two warpgroups' registers have room for: accumulators are one for one part, three for two."""
+        """As many columns as the registers of two warpgroups hold: one accumulator for one part, three for two."""
         return 256 if self.parts == 1 else 128
 
     @property
     def stages(self) -> int:
-        """Steps under way, as shared memory has room for."""
+        """The number of steps in flight, as many as shared memory holds."""
         return 4 if self.parts == 1 else 3
 
     @property
@@ -78,11 +79,12 @@ class LinearSplitConfig:
 
     @property
     def rest(self) -> LinearConfig:
-        """For the tiles that are left, the same in place and size; as deep as shared memory allows, up to 32."""
+        """The config for the tiles that are left: the same places and sizes, with a depth that fits shared memory,
+        up to 32."""
         return LinearConfig(self.block_m, self.block_n, 4096 // self.block_n, self.group_m)
 
     def holds_groups_of(self, group_size: int) -> bool:
-        """Whether each group lies whole within what the epilogue sees, so that it can be normalised in registers."""
+        """Whether what the epilogue sees holds whole groups, so that it can normalise them in registers."""
         return self.block_n % group_size == 0
 
 
@@ -95,7 +97,7 @@ def load_block(source, first, row_inside, depths, DEPTH, depth_stride):
 
 @triton.jit
 def magnitude(value):
-    """An integer that grows with the absolute value, infinity's above all numbers' and NaN's above that."""
+    """An integer that grows with the absolute value. Infinity's is above all numbers', NaN's above that."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -108,7 +110,7 @@ def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
     low = (rest * LOW_SCALE).to(tl.float16)
     if LOW:
         rest -= low.to(tl.float32) * (1.0 / LOW_SCALE)
-    return high, low, tl.where(tl.abs(rest) <= tl.abs(scaled) * MOST_LOST, 0, 1)  # what NaN is not
+    return high, low, tl.where(tl.abs(rest) <= tl.abs(scaled) * MOST_LOST, 0, 1)  # a NaN compares false
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def split_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """A program takes BLOCK_ROWS rows, whole: their largest elements first, then the parts."""
+    """Each program splits BLOCK_ROWS whole rows: first it finds their largest elements, then it makes the parts."""
     wait_for_launch_before()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
@@ -168,7 +170,7 @@ def split_kernel(
 def split(operand: torch.Tensor, parts: int, any_left: torch.Tensor) -> SplitOperand:
     """Split a float32 matrix [rows, depth], of any strides, into 1 or 2 parts.
 
-    ``any_left`` [1] (int32) is set to 1 where a row gets no scale, and left alone otherwise.
+    ``any_left`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise.
     """
     rows, depth = operand.shape
     by_rows = operand.stride(0) < operand.stride(1)

@@ -1,4 +1,5 @@
-"""Blocks and grids. A second axis goes along y and z: CUDA takes 2**31 - 1 programs along x, but 65535 along y or z."""
+"""Blocks and grids. CUDA allows 2**31 - 1 programs along x but 65535 along y or z, so a second axis uses both y and
+z."""
 
 import triton
 import triton.language as tl
@@ -7,19 +8,20 @@ _MOST_ALONG_Y = 65535
 
 
 def blocks_of(size: int, block: int) -> int:
-    """How many blocks cover ``size``; ``triton.cdiv``, of which a launch would take many, costs the host 2 us each."""
+    """The number of blocks that cover ``size``. ``triton.cdiv`` costs the host 2 us a call, and a launch needs many."""
     return -(-size // block)
 
 
 def next_power_of_2(size: int) -> int:
-    """The least power of 2 that is not less; 0 for 0. ``triton.next_power_of_2`` costs the host 2 us as well."""
+    """The least power of 2 that is at least ``size``; 0 for 0. ``triton.next_power_of_2`` costs the host 2 us too."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def grid_of(first: int, second: int) -> tuple[int, int, int]:
-    """The grid of ``first`` x ``second`` programs; where y does not take the second axis, a few more lie past its end.
+    """A grid of ``first`` x ``second`` programs.
 
-    A kernel masks what those would do, as it does the end of its last block.
+    Where y is too short for the second axis, a few programs lie past its end. A kernel masks those out, as it masks the
+    end of its last block.
     """
     layers = max(1, blocks_of(second, _MOST_ALONG_Y))
     return first, blocks_of(second, layers), layers
@@ -27,11 +29,11 @@ def grid_of(first: int, second: int) -> tuple[int, int, int]:
 
 @triton.jit
 def second_place():
-    """This program's place along the second axis of ``grid_of``."""
+    """This program's index along the second axis of ``grid_of``."""
     return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
 
 
 @triton.jit
 def indices(LENGTH: tl.constexpr):
-    """0, 1, ..., LENGTH - 1: the INDICES of what kernels in Gluon call too, which have one of their own."""
+    """0, 1, ..., LENGTH - 1: the INDICES of functions that Gluon kernels call too, with an INDICES of their own."""
     return tl.arange(0, LENGTH)

@@ -1,8 +1,8 @@
 """Group norm of matrices whose groups fit one program's registers: one pass forward, one pass backward.
 
 Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G,
-BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. A pointwise function may come before
-(ACTIVATION) and after (FINAL) the norm.
+BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. One pointwise function may come before
+the norm (ACTIVATION), and one after it (FINAL).
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ WIDEST_GROUP = 8192
 
 @dataclass(frozen=True)
 class GroupNormConfig:
-    """A program takes ``block_columns`` columns (at least one group), ``block_m`` rows at a time.
+    """A program takes ``block_columns`` columns (at least one group) and ``block_m`` rows at a time.
 
-    In the backward pass it walks down ``rows_per_program`` rows, adding up its columns' sums.
+    In the backward pass it loops over ``rows_per_program`` rows and adds up its columns' sums.
     """
 
     block_m: int
@@ -54,7 +54,7 @@ def place_tile(
     BLOCK_G: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """Of the tile at (row, group): columns [1, BLOCK_G, BLOCK_GROUP], which are real, all offsets and their mask."""
+    """The tile at (row, group): columns [1, BLOCK_G, BLOCK_GROUP], which of them are real, offsets and mask."""
     rows = (row + tl.arange(0, BLOCK_M))[:, None, None]
     groups = (group + tl.arange(0, BLOCK_G))[None, :, None]
     members = tl.arange(0, BLOCK_GROUP)[None, None, :]
@@ -140,10 +140,10 @@ def group_norm_backward_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """input_gradient of FINAL(group_norm(ACTIVATION(input))), and the column sums on the way.
+    """input_gradient of FINAL(group_norm(ACTIVATION(input))), and the column sums, in one pass.
 
-    With a = ACTIVATION(input), x = (a - mean) * rstd and g = weight * dy (Wu and He, Group Normalization, 2018):
-    da = rstd * (g - mean(g) - x * mean(g * x)), the means over each group.
+    With a = ACTIVATION(input), x = (a - mean) * rstd and g = weight * dy (Wu and He, Group Normalization, 2018): da =
+    rstd * (g - mean(g) - x * mean(g * x)), with means over each group.
     """
     wait_for_launch_before()
     chunk = tl.program_id(0)
@@ -184,7 +184,7 @@ def group_norm_backward_kernel(
 
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
-    """How many tiles a row is cut into."""
+    """The number of tiles that a row is divided into."""
     return blocks_of(channels // group_size, config.blocks(group_size)["BLOCK_G"])
 
 
@@ -203,7 +203,7 @@ def group_norm(
     bounds: tuple[float, float] = (0.0, 0.0),
     finish: triton.runtime.JITFunction = finish_matrix,
 ) -> None:
-    """output [M, C] = final(group_norm(activation(input))) for contiguous ``input``; or what ``finish`` makes of it."""
+    """output [M, C] = final(group_norm(activation(input))) for contiguous ``input``, or what ``finish`` makes of it."""
     M, C = input.shape
     if M == 0:
         return
@@ -245,11 +245,11 @@ def group_norm_backward(
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Gradients of ``group_norm``; all matrices are [M, C] and contiguous.
+    """Gradients of ``group_norm``. All matrices are [M, C] and contiguous.
 
-    ``vector_gradients``, each [C] in any float dtype or None where it is not wanted, become those of ``norm_weight``,
-    of ``norm_bias``, and of two biases added to the input: both the sum of ``input_gradient`` over the rows.
-    ``norm_bias`` counts for ``final``'s gradient alone.
+    ``vector_gradients`` are four vectors [C] of any float dtype, or None where not wanted. They become the gradients of
+    ``norm_weight``, of ``norm_bias``, and of two biases added to the input. The last two are the same: the sum of
+    ``input_gradient`` over the rows. ``norm_bias`` itself is read for ``final``'s gradient only.
     """
     M, C = input.shape
     group_size = C // num_groups

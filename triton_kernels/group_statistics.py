@@ -1,4 +1,4 @@
-"""Group statistics of values held in registers: the mean first, then the centred squares; and what is applied after."""
+"""Group statistics of values in registers, mean first and then centred squares; and the affine that follows."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def reciprocal_deviation(variance, eps):
-    """1 / sqrt(variance + eps): rsqrt, and a step of Newton's method since its error shows in float32 gradients."""
+    """1 / sqrt(variance + eps): rsqrt and one step of Newton's method. rsqrt's error would show in float32
+    gradients."""
     value = variance + eps
     root = tl.rsqrt(value)
     refined = root * (1.5 - 0.5 * (value * root) * root)
@@ -25,8 +26,8 @@ def normalize_groups(groups, inside, eps, GROUP_SIZE: tl.constexpr):
     mean = tl.sum(groups, 2) / GROUP_SIZE
     centred = groups - tl.expand_dims(mean, 2)
     if inside is not None:
-        # Dividing by GROUP_SIZE rounds where it is no power of two, and values may differ by no more than that (in a
-        # constant group, say): take off the mean of what is left.
+        # Dividing by GROUP_SIZE rounds where it is no power of two. In a nearly constant group that error may be as
+        # large as the differences between the values. So the mean of the centred values is subtracted as well.
         centred = tl.where(inside, centred, 0.0)
         centred -= tl.expand_dims(tl.sum(centred, 2) / GROUP_SIZE, 2)
         centred = tl.where(inside, centred, 0.0)

@@ -1,4 +1,4 @@
-"""Where the kernels written in Gluon for Hopper run, and the images they take; this loads no Gluon itself."""
+"""Where the Gluon kernels for Hopper run, and which images they take. This does not import Gluon."""
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -8,22 +8,23 @@ from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 
 def takes_hopper_kernels(architecture: int) -> bool:
-    """Compute capability 9.0, and kernels that are compiled, not interpreted."""
+    """Whether the Hopper kernels run: compute capability 9.0, and not in the interpreter."""
     return not INTERPRETED and architecture == 90
 
 
 def takes_hopper_convolutions(architecture: int) -> bool:
-    """``takes_hopper_kernels``, and a Triton that can compile those of the convolution; else the portable one runs."""
+    """``takes_hopper_kernels``, and a Triton that can compile the convolution kernels. Otherwise the portable one
+    runs."""
     return takes_hopper_kernels(architecture) and HAS_OVERLAPPING_VIEWS
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
-    """``takes_hopper_kernels`` of the device's architecture."""
+    """``takes_hopper_kernels`` for the device's architecture."""
     return takes_hopper_kernels(architecture(device))
 
 
 def runs_hopper_convolutions(device: torch.device) -> bool:
-    """``takes_hopper_convolutions`` of the device's architecture."""
+    """``takes_hopper_convolutions`` for the device's architecture."""
     return takes_hopper_convolutions(architecture(device))
 
 
@@ -33,9 +34,9 @@ def is_channels_last(image: torch.Tensor) -> bool:
 
 
 def is_copyable(image: torch.Tensor) -> bool:
-    """Whether the copy engine takes it: contiguous channels or pixels, all other strides multiples of 16 bytes.
+    """Whether TMA can copy the image: contiguous channels or pixels, and all other strides multiples of 16 bytes.
 
-    A fake tensor, of which torch.compile asks, has no address: it stands for memory that begins where it should.
+    A fake tensor, as torch.compile passes, has no address. It counts as aligned.
     """
     strides, element_size = image.stride(), image.element_size()
     others = [stride for stride in strides if stride != 1]
@@ -46,5 +47,5 @@ def is_copyable(image: torch.Tensor) -> bool:
 
 
 def takes_input(image: torch.Tensor) -> bool:
-    """Whether ``image`` can be the input as it lies in memory: channels_last, and what the copy engine takes."""
+    """Whether the kernels can read ``image`` in place: it is channels_last, and TMA can copy it."""
     return is_channels_last(image) and is_copyable(image)

@@ -1,6 +1,6 @@
-"""Copies of images between memory formats, tile by tile, so that both sides are read and written in whole lines.
+"""Copies of images between memory formats, tile by tile, so that both sides are read and written in full lines.
 
-On the way the numbers may be rounded, or split: a float32 number is a bfloat16 one and another for what that leaves.
+The copy can round the numbers, or split float32 numbers into a bfloat16 number and another one for the remainder.
 """
 
 import torch
@@ -12,13 +12,14 @@ from triton_kernels.image_tiles import ImageNormConfig, size_unit, strides_in_un
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
 
-#: bfloat16's largest number.
+#: The largest finite bfloat16.
 _LARGEST_BFLOAT16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
 def finite_bfloat16(value, min_val, max_val):
-    """``value`` (float32) within bfloat16's range, so that it rounds to no infinity; 0 where it is not finite."""
+    """``value`` (float32) limited to bfloat16's range, so that it does not round to infinity; 0 where it is not
+    finite."""
     bounded = tl.minimum(tl.maximum(value, -_LARGEST_BFLOAT16), _LARGEST_BFLOAT16)
     return tl.where(tl.abs(value) < float("inf"), bounded, 0.0)
 
@@ -28,7 +29,7 @@ def copy_kernel(
     source,  # [B, C, S]
     source_strides,
     target,  # [B, C, S]
-    rest,  # [B, C, S] or None: what ``target`` leaves of a float32 source
+    rest,  # [B, C, S] or None: source - target, for a float32 source
     target_strides,  # of both
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
@@ -40,7 +41,7 @@ def copy_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """target = TRANSFORM(source) and rest = source - target, a tile a program"""
+    """target = TRANSFORM(source) and rest = source - target; one tile per program."""
     wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample, channel, pixel, _, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
@@ -63,8 +64,8 @@ def copy_image(
 ) -> None:
     """target = transform(source), both [B, C, S] with any strides, converted to the target's dtype.
 
-    ``transform`` is a function as ``triton_kernels.pointwise`` describes them; it takes values of the source's dtype.
-    ``rest``, of the target's strides, becomes what the target leaves of a float32 source.
+    ``transform`` is a function as ``triton_kernels.pointwise`` describes them. It takes values of the source's dtype.
+    ``rest`` has the target's strides and becomes source - target for a float32 source.
     """
     if source.numel() == 0:
         return
@@ -96,13 +97,14 @@ def copy_image(
 
 
 def split_image(source: torch.Tensor, high: torch.Tensor, low: torch.Tensor, config: ImageNormConfig) -> None:
-    """high = source rounded to bfloat16, low = source - high rounded likewise: high + low is within 2**-17 of source.
+    """Split source: high = source in bfloat16, low = source - high in bfloat16. high + low is within 2**-17 of source.
 
-    All are [B, C, S] with any strides, which are the same for ``high`` and ``low``; source is float32, they bfloat16.
-    (Numbers so small that ``low`` is subnormal are within 2**-134 of themselves.)
+    All are [B, C, S] with any strides; ``high`` and ``low`` have the same strides. source is float32. (Where ``low`` is
+    subnormal, the sum is within 2**-134.)
 
-    Products of two split images are high * high' + high * low' + low * high'. So that they are infinite or NaN where
-    those of the images are, high is 0 where the source is not finite, and low the source itself: low * high' then has
-    the product, and high * low' is 0, where an infinite high would have made NaN of a low' of 0 or of another sign.
+    A product of two split images is high * high' + high * low' + low * high'. It must be infinite or NaN where the
+    product of the images is. So where the source is not finite, high is 0 and low is the source. Then low * high' has
+    the right value and high * low' is 0. An infinite high would give NaN with a low' that is 0 or has the opposite
+    sign.
     """
     copy_image(source, high, config, finite_bfloat16, rest=low)

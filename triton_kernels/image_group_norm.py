@@ -1,5 +1,7 @@
-"""Group norm of images, [B, C, S] as ``image_tiles`` has them: passes over tiles of channels and pixels, forward and
-backward, with the statistics of ``image_statistics``."""
+"""Group norm of images: passes over tiles of channels and pixels, forward and backward.
+
+Images are [B, C, S], as in ``image_tiles``. The statistics are those of ``image_statistics``.
+"""
 
 from collections.abc import Sequence
 
@@ -47,7 +49,7 @@ def apply_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a tile a program"""
+    """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias); one tile per program."""
     wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
@@ -92,7 +94,7 @@ def channel_sums_kernel(
     BLOCK_S: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """A strip's share of the gradients of the norm's weight and bias; STRIP tiles of BLOCK_S pixels are a strip."""
+    """A strip's part of the gradients of the norm's weight and bias. A strip is STRIP tiles of BLOCK_S pixels."""
     wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample = tl.program_id(0) // strips
@@ -194,8 +196,9 @@ def apply_backward_kernel(
     BLOCK_S: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """input_gradient = STORED(ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x))), with x the normalised
-    activated input and g = norm_weight * dy
+    """input_gradient = STORED(ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x)))
+
+    x is the normalised activated input, and g = norm_weight * dy.
     """
     wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
@@ -304,11 +307,12 @@ def image_group_norm_backward(
     bounds: tuple[float, float] = (0.0, 0.0),
     stored: triton.runtime.JITFunction = identity,
 ) -> None:
-    """The gradient at ``input`` of ``image_group_norm`` over its own statistics; all [B, C, S] with any strides.
+    """The gradient of ``image_group_norm`` at ``input``, through its statistics too.
 
-    ``norm_sums``, two of [B, config.strips(S), C], become the partial sums of the gradients of norm_weight and
-    norm_bias, ``bias_sums`` [B, config.strips(S), C] those of the gradient at ``input`` over the pixels (float32).
-    ``input_gradient`` becomes ``stored`` of it, a function as ``triton_kernels.pointwise`` describes them.
+    All images are [B, C, S] with any strides. ``norm_sums``, two of [B, config.strips(S), C], become the partial sums
+    of the gradients of norm_weight and norm_bias. ``bias_sums`` [B, config.strips(S), C] become those of the gradient
+    at ``input`` over the pixels (float32). ``input_gradient`` becomes ``stored`` of that gradient, a function as
+    ``triton_kernels.pointwise`` describes them.
     """
     if input.numel() == 0:
         return
@@ -322,7 +326,7 @@ def image_group_norm_backward(
     gradient_strides, gradient_units = strides_in_units(output_gradient.stride())
     input_strides, input_units = strides_in_units(input.stride())
     result_strides, result_units = strides_in_units(input_gradient.stride())
-    # What both passes over the images are told alike.
+    # The arguments that both passes over the images share.
     images = (output_gradient, gradient_strides, input, input_strides, input_bias)
     sizes = (C, S // size_unit(S), strips, num_groups, *bounds)
     options = {

@@ -1,4 +1,4 @@
-"""Statistics of images, [B, C, S] as ``image_tiles`` has them: partial ones of each channel of a tile, and their merge.
+"""Statistics of images [B, C, S] (see ``image_tiles``): partial ones of each channel of a tile, and their merge.
 
 Partial statistics are count, mean and M2, the sum of centred squares. They are merged over a group's channels and tiles
 after Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
@@ -42,7 +42,7 @@ def partial_statistics_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Mean and M2 over the pixels of a tile, channel by channel, of the activated input."""
+    """Mean and M2 of the activated input over the pixels of a tile, for each channel."""
     wait_for_launch_before()
     pixels = pixels * PIXEL_UNIT
     sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
@@ -53,7 +53,7 @@ def partial_statistics_kernel(
     values = tl.where(inside, values, 0.0)
     mean = tl.sum(values, 1) / count
     centred = tl.where(inside, values - mean[:, None], 0.0)
-    correction = tl.sum(centred, 1) / count  # what rounding left of the mean
+    correction = tl.sum(centred, 1) / count  # of the mean's rounding
     centred = tl.where(inside, centred - correction[:, None], 0.0)
     target = tl.program_id(0).to(tl.int64) * channels + c
     tl.store(means + target, mean + correction, mask=c < channels)
@@ -104,7 +104,7 @@ def merge_statistics_kernel(
             away = tl.where(inside, tl.load(means + source, mask=inside, other=0.0) - group_mean, 0.0)
             variances += tl.load(m2s + source, mask=inside, other=0.0) / width + share[:, None] * (away * away)
             drifts += share[:, None] * away
-    drift = tl.sum(tl.sum(drifts, 1), 0)  # what rounding, that of the shares too, left of the mean
+    drift = tl.sum(tl.sum(drifts, 1), 0)  # of the rounding of the mean and of the shares
     variance = tl.maximum(tl.sum(tl.sum(variances, 1), 0) - drift * drift, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(mean + tl.program_id(0), group_mean + drift)
     tl.store(rstd + tl.program_id(0), reciprocal_deviation(variance, eps))
@@ -112,14 +112,14 @@ def merge_statistics_kernel(
 
 @functools.lru_cache
 def merged_blocks(group_size: int, places: int) -> tuple[int, int]:
-    """Channels of a group, and places of a sample, that a program merges at a time."""
+    """The channels of a group, and the places of a sample, that a program merges at a time."""
     block_c = min(64, next_power_of_2(group_size))
     return block_c, min(2048 // block_c, next_power_of_2(places))
 
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """What is merged: each tile's count of pixels [B, tiles], and each channel's mean and M2 in it [B, tiles, C]."""
+    """Each tile's count of pixels [B, tiles], and each channel's mean and M2 in it [B, tiles, C]."""
 
     counts: torch.Tensor
     means: torch.Tensor

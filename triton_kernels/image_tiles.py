@@ -1,7 +1,7 @@
-"""Tiles of images: what the kernels that pass over images of either memory format share.
+"""Tiles of images, for all kernels that pass over images of either memory format.
 
-Tensors are viewed as [B, C, S]: samples, channels and pixels, with any strides, so that both memory formats (and one
-in, the other out) are the same kernels. A tile is BLOCK_C channels of BLOCK_S pixels of one sample.
+Tensors are viewed as [B, C, S]: samples, channels and pixels, with any strides. So one kernel serves both memory
+formats, and input and output of different formats. A tile is BLOCK_C channels of BLOCK_S pixels of one sample.
 """
 
 import functools
@@ -19,7 +19,7 @@ CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
 @dataclass(frozen=True)
 class ImageNormConfig:
-    """Channels and pixels of a tile, and how many tiles a program of the backward pass goes through."""
+    """Channels and pixels of a tile, and the number of tiles that a program loops over in the backward pass."""
 
     block_c: int
     block_s: int
@@ -35,9 +35,9 @@ class ImageNormConfig:
     @classmethod
     @functools.lru_cache
     def of_shape(cls, channels: int, pixels: int, long_rows: bool) -> "ImageNormConfig":
-        """Long rows, for images whose pixels are contiguous, or else many channels a tile.
+        """Long rows for images with contiguous pixels, else many channels a tile.
 
-        The best of those tried on an H200 at the target size.
+        These are the best of the settings tried on an H200 at the target size.
         """
         if long_rows:
             block_s = min(1024, max(16, next_power_of_2(pixels)))
@@ -51,8 +51,8 @@ class ImageNormConfig:
 
 
 def layout_of(image: torch.Tensor) -> str:
-    """Whether the pixels of an image [B, C, S] lie side by side, or its channels (or neither: strides do not matter for
-    what is right)."""
+    """Whether the pixels of an image [B, C, S] are contiguous, or its channels. This affects speed only: any strides
+    work."""
     return CONTIGUOUS if image.stride(2) == 1 else CHANNELS_LAST
 
 
@@ -67,7 +67,7 @@ def tile_offsets(strides, UNITS: tl.constexpr, sample, channel, pixel, BLOCK_C: 
 
 @triton.jit
 def tile_of_program(tiles, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The tile that a program has: its corner (sample, channel, pixel), its channels [BLOCK_C], and what is inside."""
+    """This program's tile: its corner (sample, channel, pixel), its channels [BLOCK_C], and what is inside."""
     pixel = tl.program_id(0) % tiles * BLOCK_S
     channel = second_place() * BLOCK_C
     c = channel + tl.arange(0, BLOCK_C)
@@ -86,7 +86,8 @@ def load_rows(vector, index, inside, default):
 
 
 def size_unit(size: int) -> int:
-    """The largest power of two, up to 16, that divides ``size``: kernels take sizes in such units to know alignment."""
+    """The largest power of two, up to 16, that divides ``size``. Kernels take sizes in these units, which shows
+    alignment."""
     return math.gcd(size, 16)
 
 

@@ -1,4 +1,4 @@
-"""Repairs of Triton's interpreter (seen with 3.7.1), whose rounding and sums are less accurate than a GPU's."""
+"""Repairs of Triton's interpreter (seen with 3.7.1): it rounds and sums less accurately than a GPU."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ def repair_interpreter() -> None:
 
 
 def _round_bfloat16_to_nearest() -> None:
-    """It cuts float32 off to bfloat16, with twice the error of rounding, and misplaces subnormal numbers."""
+    """The interpreter truncates float32 to bfloat16, with twice the error of rounding, and misplaces subnormals."""
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
@@ -29,7 +29,7 @@ def _round_bfloat16_to_nearest() -> None:
 
 
 def _sum_as_a_tree() -> None:
-    """numpy adds up one after the other along all but the last axis, where a GPU's threads meet in a tree."""
+    """numpy sums in sequence along all axes but the last. A GPU's threads sum in a tree."""
     from triton.runtime.interpreter import ReduceOps
 
     sum_in_order = ReduceOps.sum

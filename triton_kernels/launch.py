@@ -1,8 +1,8 @@
-"""How every kernel is launched: beside the end of the one before it; and where launches can be watched.
+"""Launching kernels: with programmatic dependent launch, and so that a watcher can take a launch over.
 
-From compute capability 9.0 on a kernel is launched as the one before it in the stream ends, not once it has ended
-(programmatic dependent launch, CUDA C++ Programming Guide): its first statement, ``wait_for_launch_before``, waits for
-what that one has written.
+From compute capability 9.0 on, a kernel is launched while the kernel before it in the stream is ending (programmatic
+dependent launch, CUDA C++ Programming Guide). Its first statement, ``wait_for_launch_before``, waits until that
+kernel's results are written.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from triton.language.target_info import cuda_capability_geq
 from triton_kernels.device import INTERPRETED, architecture
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-#: Launches instead: it is given the kernel, the grid, the arguments and the options.
+#: Called instead of launching, with the kernel, the grid, the arguments and the options.
 Watcher = Callable[[triton.runtime.JITFunction, tuple[int, ...], tuple, dict[str, Any]], None]
 
 
@@ -32,10 +32,10 @@ _thread = _Thread()
 
 @triton.jit
 def wait_for_launch_before():
-    """Every kernel's first statement: nothing may be read or written before.
+    """The first statement of every kernel: nothing may be read or written before it.
 
-    No kernel lets the next begin any earlier (``gdc_launch_dependents``): that one's programs would crowd where a
-    multiprocessor has nothing to do, and stay there (6% of L75's time at 256 x 8192 x 8192, H200).
+    No kernel triggers the next launch earlier (``gdc_launch_dependents``). The next kernel's programs would gather on
+    multiprocessors that have nothing to do, and stay there (6% of L75's time at 256 x 8192 x 8192, H200).
     """
     if not _INTERPRETED:
         if cuda_capability_geq(9, 0):
@@ -45,7 +45,7 @@ def wait_for_launch_before():
 def launch(
     kernel: triton.runtime.JITFunction, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any
 ) -> None:
-    """``kernel[grid](*arguments, **options)`` on ``device``: Triton would take the current one."""
+    """``kernel[grid](*arguments, **options)`` on ``device``. Triton itself would launch on the current device."""
     if not INTERPRETED:
         options["enable_fp_fusion"] = True  # the interpreter has no such option
         if architecture(device) >= 90:
@@ -58,13 +58,13 @@ def launch(
 
 
 def is_watched() -> bool:
-    """Whether this thread's launches are left to a watcher."""
+    """Whether a watcher takes over this thread's launches."""
     return _thread.watcher is not None
 
 
 @contextlib.contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Within this context each launch in this thread is left to ``watcher``."""
+    """Within this context, ``watcher`` takes over each launch of this thread."""
     before, _thread.watcher = _thread.watcher, watcher
     try:
         yield
@@ -73,7 +73,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes ``device`` the current CUDA device, where it is another."""
+    """Make ``device`` the current CUDA device, where it is not."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

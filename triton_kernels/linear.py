@@ -1,4 +1,4 @@
-"""Tiled GEMM, persistent, whose loads, stores and epilogue are jit functions handed to one kernel."""
+"""Tiled persistent GEMM. Loads, stores and the epilogue are jit functions that are passed to one kernel."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,16 @@ from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiproc
 from triton_kernels.grid import blocks_of, indices
 from triton_kernels.launch import launch, wait_for_launch_before
 
-#: How float32 matrices are multiplied to float32 accuracy on tensor cores: three TF32 products, added in float32.
+#: float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-#: Triton's interpreter would multiply the bits of bfloat16 numbers, so there the operands are converted first.
+#: Triton's interpreter would multiply the bit patterns of bfloat16 numbers, so there operands are converted first.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Block sizes of ``linear_kernel``; GROUP_M consecutive row tiles share a column tile's weights in L2."""
+    """Block sizes of ``linear_kernel``. GROUP_M consecutive row tiles share a column tile's weights in L2."""
 
     block_m: int
     block_n: int
@@ -28,9 +28,10 @@ class LinearConfig:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
-    #: How many column strips the epilogue takes a tile in: each needs 1/epilogue_strips of the registers and staging.
+    #: Number of column strips that the epilogue divides a tile into. Each needs 1/epilogue_strips of the registers and
+    #: of the staging.
     epilogue_strips: int = 1
-    #: How many column strips, 1 or 2, a tile of results is stored in: each needs 1/store_strips of the staging.
+    #: Number of column strips, 1 or 2, that results are stored in. Each needs 1/store_strips of the staging.
     store_strips: int = 1
 
     @property
@@ -44,15 +45,17 @@ class LinearConfig:
         return self.epilogue_columns // self.store_strips
 
     def holds_groups_of(self, group_size: int) -> bool:
-        """Whether each group lies whole within what the epilogue sees, so that it can be normalised in registers."""
+        """Whether what the epilogue sees holds whole groups, so that it can normalise them in registers."""
         return self.epilogue_columns % group_size == 0
 
     def shared_memory(self, element_size: int, staged_columns: int | None = None) -> int:
-        """Bytes of shared memory that the pipelined operands need, at most, and what the epilogue stages: its part of
-        the output's tile, or ``staged_columns`` elements of each row."""
+        """Bytes of shared memory that the pipelined operands and the epilogue's staging need, at most.
+
+        The epilogue stages its part of the output's tile, or ``staged_columns`` elements of each row.
+        """
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
         if self.epilogue_strips * self.store_strips > 1 and self.block_m < 16 * self.num_warps:
-            # Warps lie side by side there, and exchange all of a tile in float32 to take it apart.
+            # Warps lie side by side there, and exchange the whole tile in float32 to divide it into strips.
             return operands + self.block_m * self.block_n * 4
         staged_columns = self.stored_columns if staged_columns is None else staged_columns
         return operands + self.block_m * staged_columns * element_size
@@ -60,7 +63,7 @@ class LinearConfig:
 
 @triton.jit
 def load_descriptor(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr):
-    """A [BLOCK_ROWS, BLOCK_DEPTH] tile through a tensor descriptor; the hardware fills what lies outside with zeros."""
+    """Load a [BLOCK_ROWS, BLOCK_DEPTH] tile through a tensor descriptor. The hardware fills in zeros outside."""
     return operand.load([row, depth])
 
 
@@ -68,15 +71,15 @@ def load_descriptor(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.
 def load_descriptor_transposed(
     operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr
 ):
-    """The same from an operand stored [depth, row]."""
+    """The same for an operand that is stored as [depth, row]."""
     return operand.load([depth, row]).T
 
 
 @triton.jit
 def load_pointers(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr):
-    """The same through pointers, at any strides and alignment. ``operand``: (pointer, row stride, depth stride)."""
+    """The same through pointers, at any strides and alignment. ``operand`` is (pointer, row stride, depth stride)."""
     pointer, row_stride, depth_stride = operand
-    # int64 within the tile too: a few rows of a stride that fits int32 may lie further apart than int32 counts.
+    # int64 within the tile too: rows with a large int32 stride may be further apart than int32 can count.
     rows = tl.arange(0, BLOCK_ROWS).to(tl.int64)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     corner = pointer + row.to(tl.int64) * row_stride + tl.cast(depth, tl.int64) * depth_stride
@@ -86,7 +89,7 @@ def load_pointers(operand, row, depth, row_count, depth_count, BLOCK_ROWS: tl.co
 
 @triton.jit
 def store_descriptor(target, place, tile):
-    """Store a tile at place = (row, column, M, N), rounded once to the target's dtype, through a tensor descriptor."""
+    """Store a tile at place = (row, column, M, N) through a tensor descriptor, rounded once to its dtype."""
     row, column, M, N = place
     target.store([row, column], tile.to(target.dtype))
 
@@ -99,7 +102,7 @@ def halves(tile):
 
 @triton.jit
 def store_descriptor_halves(target, place, tile):
-    """The same in two halves, one after the other, through a descriptor of half as many columns."""
+    """The same in two halves, one after the other, through a descriptor with half as many columns."""
     row, column, M, N = place
     left, right = halves(tile.to(target.dtype))
     target.store([row, column], left)
@@ -119,7 +122,7 @@ def store_pointers(target, place, tile):
 
 @triton.jit
 def tile_place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column of a tile: GROUP_M row tiles go through the column tiles together, to share weights in L2."""
+    """Row and column of a tile. GROUP_M row tiles go through the column tiles together, and share weights in L2."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     first_m = tile // (GROUP_M * tiles_n) * GROUP_M
@@ -180,12 +183,12 @@ def linear_kernel(
     GROUP_M: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """accumulator = input @ weight.T in float32, a tile at a time, handed with its place to EPILOGUE."""
+    """Compute input @ weight.T in float32, tile by tile, and hand each tile with its place to EPILOGUE."""
     wait_for_launch_before()
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     tl.assume(steps > 0)
-    # One flat loop over (tile, k): the next tile's loads are under way while the epilogue runs.
+    # One flat loop over (tile, k), so that the next tile is loaded while the epilogue runs.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row, column = tile_place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         # fmt: off
@@ -229,7 +232,7 @@ def linear_rest_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """``linear_kernel`` for those tiles that a product of split operands could not do (``float32_split``)."""
+    """``linear_kernel`` for the tiles that a product of split operands could not compute (``float32_split``)."""
     wait_for_launch_before()
     input_scale, weight_scale, any_left = left
     if tl.load(any_left) != 0:
@@ -256,7 +259,7 @@ def linear_rest_kernel(
 
 
 def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
-    """How the kernel reads ``tensor``: the argument to pass and the jit function that loads a tile of it."""
+    """How the kernel reads ``tensor``: the argument to pass, and the jit function that loads a tile."""
     if has_tensor_descriptors(tensor.device) and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0:
         alignment = 16 // tensor.element_size()
         row_stride, depth_stride = tensor.stride()
@@ -283,11 +286,11 @@ def linear(
 ) -> None:
     """Hand each tile of ``input @ weight.T`` to ``epilogue`` (see ``triton_kernels.epilogues``).
 
-    ``input`` [M, K] and ``weight`` [N, K] may have any strides and are of one dtype; ``output`` and ``saved`` are
-    contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None;
-    ``scalars`` are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s, and matters for float32 alone. K must
-    not be 0. With ``left``, as ``linear_rest_kernel`` has it, only the tiles that it says are left are done; the
-    config takes them in one strip.
+    ``input`` [M, K] and ``weight`` [N, K] may have any strides and have one dtype. ``output`` and ``saved`` are
+    contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None.
+    ``scalars`` are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s and matters for float32 only. K must
+    not be 0. With ``left``, as ``linear_rest_kernel`` describes it, only the remaining tiles are computed; the config
+    takes them in one strip.
     """
     M, K = input.shape
     N = weight.shape[0]

@@ -1,9 +1,9 @@
-"""The tiled GEMM of ``linear`` for split float32 operands (``float32_split``) on Hopper, in Gluon; the same epilogues.
+"""The tiled GEMM of ``linear`` for split float32 operands (``float32_split``) on Hopper: Gluon, the same epilogues.
 
-One warp copies tiles into shared memory and two warpgroups multiply them. Of two parts, high times high is added up by
-the tensor cores for 32 terms alone, since they cut off as they add, and then to a float32 sum in registers (which
-rounds: 16 terms are worse). The mixed products, 2**-11 as large, are left to the tensor cores for all of K, and keep
-them busy during those additions.
+One warp copies tiles into shared memory, and two warpgroups multiply them. With two parts, the tensor cores add up high
+times high over 32 terms only, because they truncate as they add. That sum is then added in registers, in float32, which
+rounds (sums of 16 terms are less precise). The mixed products are 2**-11 as large. The tensor cores add them up over
+all of K, and stay busy with them during the additions in registers.
 """
 
 import torch
@@ -27,7 +27,7 @@ from triton_kernels.linear import tile_place
 from triton_kernels.versions import HAS_ASYNC_LOAD
 
 async_load = tma.async_load if HAS_ASYNC_LOAD else tma.async_copy_global_to_shared
-#: Of a tile of an operand, rows or depth first.
+#: Layouts of an operand's tile, rows or depth first.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -39,7 +39,7 @@ def indices(LENGTH: gl.constexpr):
 
 @gluon.jit
 def store_registers(target, place, tile):
-    """Store a tile at place = (row, column, M, N) of a contiguous [M, N] matrix: 32 bytes of each row at a time."""
+    """Store a tile at place = (row, column, M, N) of a contiguous [M, N] matrix, 32 bytes of each row at a time."""
     row, column, M, N = place
     rows = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, tile.type.layout)), 1)
     columns = gl.expand_dims(gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, tile.type.layout)), 0)
@@ -70,7 +70,7 @@ def copy_in(
     WEIGHT_DEPTH_FIRST: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """The producer: for each tile and step, all parts of both operands."""
+    """The producer. For each tile and step, it copies all parts of both operands."""
     PARTS: gl.constexpr = CONFIG.parts
     STAGES: gl.constexpr = CONFIG.stages
     input_tiles, weight_tiles = memory
@@ -108,7 +108,7 @@ def multiply(
     GROUP_SIZE: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """The consumers: each tile's product and epilogue."""
+    """The consumers. Each computes its tiles' products and epilogues."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
     BLOCK_N: gl.constexpr = CONFIG.block_n
     PARTS: gl.constexpr = CONFIG.parts
@@ -198,7 +198,8 @@ def linear_split_kernel(
     GROUP_SIZE: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """EPILOGUE of each tile of input @ weight.T; a persistent program is one producer warp and two warpgroups."""
+    """EPILOGUE of each tile of input @ weight.T. A persistent program is one producer warp and two consumer
+    warpgroups."""
     wait_for_launch_before()
     STAGES: gl.constexpr = CONFIG.stages
     BUFFERS: gl.constexpr = CONFIG.stages * CONFIG.parts
@@ -236,7 +237,7 @@ def _is_depth_first(part: torch.Tensor) -> bool:
 
 
 def _descriptor(part: torch.Tensor | None, block_rows: int, block_depth: int) -> TensorDescriptor | None:
-    """Of an operand's tiles, as it lies in memory."""
+    """A descriptor of an operand's tiles, in its memory order."""
     if part is None:
         return None
     if _is_depth_first(part):
@@ -256,9 +257,9 @@ def linear_split(
     scalars: tuple[float, float, float] = (0.0, 0.0, 0.0),
     group_size: int = 1,
 ) -> None:
-    """As ``triton_kernels.linear.linear``, of operands [M, K] and [N, K] that were split into ``config.parts``.
+    """As ``triton_kernels.linear.linear``, for operands [M, K] and [N, K] that were split into ``config.parts``.
 
-    A tile with a row that has no scale is written too, but wrong: ``linear`` with ``left`` is to follow.
+    A tile with a row that has no scale is written too, with wrong values. ``linear`` with ``left`` must follow.
     """
     (M, K), N = input.high.shape, weight.high.shape[0]
     if M == 0 or N == 0:

@@ -1,8 +1,9 @@
-"""Pointwise functions and their gradients, as jit functions that every kernel composes.
+"""Pointwise functions and their gradients, as jit functions that every kernel can call.
 
-A function takes float32 values and the bounds ``(min_val, max_val)``, used or not; its gradient takes the output's
-gradient before them. So one can stand in for another as a kernel's constexpr argument. Both agree with PyTorch on NaN,
-infinities and boundaries; a gradient that is cut off is selected away, not multiplied by 0, as an infinite one shows.
+A function takes float32 values and the bounds ``(min_val, max_val)``, which it need not use. Its gradient takes the
+output's gradient first. All have the same parameters, so a kernel takes any of them as a constexpr. They agree with
+PyTorch on NaN, infinities and at the bounds. A gradient that is cut off is replaced by 0 and not multiplied by 0, since
+0 times infinity is NaN.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def power_of_two(exponent):
-    """2**exponent, 0 where that is subnormal: one instruction, where ``tl.exp2`` takes four for the sake of those."""
+    """2**exponent, or 0 where that is subnormal: one instruction. ``tl.exp2`` takes four, to handle subnormals."""
     if _INTERPRETED:
         return tl.exp2(exponent)
     return tl.inline_asm_elementwise(
@@ -28,7 +29,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def exponential(value):
-    """exp(value) as ``tl.exp`` computes it on a GPU, by a power of two; 0 where that is subnormal."""
+    """exp(value) by way of a power of two, as ``tl.exp`` on a GPU; 0 where that is subnormal."""
     if _INTERPRETED:
         return tl.exp(value)
     return power_of_two(value * 1.4426950408889634)
@@ -36,7 +37,7 @@ def exponential(value):
 
 @triton.jit
 def reciprocal(value):
-    """1 / value to the last digit, for normal numbers and infinity: one instruction, where a division takes eight."""
+    """1 / value to the last digit, for normal numbers and infinity: one instruction. A division takes eight."""
     if _INTERPRETED:
         return 1.0 / value
     return tl.inline_asm_elementwise(
@@ -46,11 +47,11 @@ def reciprocal(value):
 
 @triton.jit
 def rounded_product(value, factor):
-    """value * factor, rounded whatever is added to it: a compiler would fuse a plain product into the sum.
+    """value * factor, always rounded. A compiler would fuse a plain product into a following addition.
 
-    A function that group norm follows ends in one. Where a group's values are all the same, so is their mean, and
-    nothing may be left when it is subtracted; fused, the product's rounding would be: noise, 316 times as large after
-    the norm.
+    Functions that are followed by a group norm end with it. Where all values of a group are equal, so is their mean,
+    and subtracting it must leave 0. A fused product would leave its rounding error there: noise, which the norm makes
+    316 times as large.
     """
     if _INTERPRETED:
         return value * factor
@@ -71,23 +72,24 @@ def identity_gradient(gradient, value, min_val, max_val):
 
 @triton.jit
 def hardtanh(value, min_val, max_val):
-    """min(max(value, min_val), max_val); a NaN stays a NaN, which Triton's default minimum would drop."""
+    """min(max(value, min_val), max_val). A NaN stays a NaN; Triton's default minimum would drop it."""
     raised = tl.maximum(value, min_val, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(raised, max_val, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def hardtanh_gradient(gradient, value, min_val, max_val):
-    """0 at and beyond the bounds; passed on between them and where the value is NaN."""
+    """0 at the bounds and beyond them. Between them, and where the value is NaN, the gradient."""
     return tl.where((value <= min_val) | (value >= max_val), 0.0, gradient)
 
 
 @triton.jit
 def softplus_terms(value):
-    """(e, tanh(softplus(value)), r) with e = exp(value), n = e(e + 2), r = 1 / (n + 2): the tanh is n r = 1 - 2 r.
+    """(e, tanh(softplus(value)), r) with e = exp(value), n = e(e + 2), r = 1 / (n + 2). The tanh is n r = 1 - 2 r.
 
-    The first form is accurate where it is small; the second is exactly 1 where it is large, and where e overflows.
-    They part at e = 3/4, about where they are equally accurate; asked of e rather than n, that spills fewer registers.
+    The first form is accurate where the tanh is small. The second is exactly 1 where it is large, and where e
+    overflows. The switch is at e = 3/4, where both are about equally accurate. Comparing e instead of n spills fewer
+    registers.
     """
     e = exponential(value)
     n = e * (e + 2.0)
@@ -104,9 +106,9 @@ def mish(value, min_val, max_val):
 
 @triton.jit
 def mish_gradient(gradient, value, min_val, max_val):
-    """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2), the second term being 4 v e (e + 1) r r.
+    """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2). The second term is 4 v e (e + 1) r r.
 
-    Beyond 20 the first is 1 and the second 0 in float32; v is held there, lest e overflow.
+    Beyond 20, the first term is 1 and the second 0 in float32. v is limited to 20, so that e does not overflow.
     """
     bounded = tl.minimum(value, 20.0, propagate_nan=tl.PropagateNan.ALL)
     e, tanh, r = softplus_terms(bounded)
@@ -126,11 +128,11 @@ def hardtanh_mish_gradient(gradient, value, min_val, max_val):
 
 @triton.jit
 def normal_cdf(value):
-    """P(X <= value) for a standard normal X, (1 + erf(value / sqrt(2))) / 2, within 6e-8, as the formula is in float32.
+    """P(X <= value) for a standard normal X, (1 + erf(value / sqrt(2))) / 2, within 6e-8: as the formula in float32.
 
-    1/2 + value times a polynomial in value**2, a minimax fit over |value| <= sqrt(28), beyond which this is 0 or 1
-    within 6e-8; y is value**2 mapped to -1 ... 1, which keeps the coefficients small. About 20 multiply-adds and no
-    branch: with it as its epilogue the convolution takes 1.73 ms at the target size, with erf 2.26 (H200).
+    It is 1/2 + value times a polynomial in value**2, a minimax fit for |value| <= sqrt(28). Beyond that, the result is
+    0 or 1 within 6e-8. y is value**2 mapped to -1 ... 1, which keeps the coefficients small. It takes about 20
+    multiply-adds and no branch: as the convolution's epilogue 1.73 ms at the target size, where erf takes 2.26 (H200).
     """
     y = tl.minimum(value * value, 28.0) * 0.0714285746216774 - 1.0
     ratio = 0.0002757363545242697
@@ -155,7 +157,8 @@ def normal_cdf(value):
 def gelu(value, min_val, max_val):
     """value * normal_cdf(value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016); NaN for -inf, as in PyTorch.
 
-    It is never below -0.17; the maximum is there for what ``rounded_product`` is, and spills fewer registers here.
+    GELU is never below -0.17, so the maximum changes nothing. It keeps the product from being fused, as
+    ``rounded_product`` does, and spills fewer registers here.
     """
     return tl.maximum(value * normal_cdf(value), -1.0, propagate_nan=tl.PropagateNan.ALL)
 
@@ -169,7 +172,7 @@ def gelu_gradient(gradient, value, min_val, max_val):
 
 @triton.jit
 def coarse_normal_tail(value):
-    """(q, e): q = P(X > |value|), within 8e-6 of itself, and e = exp(-value**2 / 2).
+    """(q, e): q = P(X > |value|) with a relative error of 8e-6, and e = exp(-value**2 / 2).
 
     q / e is Mills' ratio over sqrt(2 pi): u times a polynomial in u = 1 / (1 + 0.3 |value|), a minimax fit.
     """
@@ -186,16 +189,16 @@ def coarse_normal_tail(value):
 
 @triton.jit
 def coarse_gelu_gradient(gradient, value, min_val, max_val):
-    """``gelu_gradient`` within 5e-6 of the gradient."""
+    """``gelu_gradient`` with an error of at most 5e-6 times the gradient."""
     q, e = coarse_normal_tail(value)
     return gradient * (tl.where(value > 0.0, 1.0 - q, q) + value * e * 0.3989422804014327)
 
 
 @triton.jit
 def times_logistic(value, factor):
-    """value / (1 + 2**(value * factor)): GELU where that is the odds against ``normal_cdf``, accurate in its tail too.
+    """value / (1 + 2**(value * factor)). This is GELU where the power is the odds against ``normal_cdf``.
 
-    The maximum is there for what it is there for in ``gelu``.
+    It is accurate in GELU's tail too. The maximum is there for the reason given in ``gelu``.
     """
     quotient = value * reciprocal(1.0 + power_of_two(value * factor))
     return tl.maximum(quotient, -1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -203,10 +206,10 @@ def times_logistic(value, factor):
 
 @triton.jit
 def float16_gelu(value, min_val, max_val):
-    """``gelu`` within 2.2e-6, and within 2e-4 of itself above -4: a tenth of what rounding both to float16 leaves.
+    """``gelu`` within 2.2e-6, and within 2e-4 of its value above -4: a tenth of the error of rounding both to float16.
 
-    The factor is a minimax fit of degree 6 in value**2, weighted by the error of a value and its GELU in float16: as a
-    quotient it is as accurate in the tail. As the convolution's epilogue it takes 0.45 ms at the target size (H200).
+    The factor is a minimax fit of degree 6 in value**2, weighted by the error of a value and its GELU in float16. As a
+    quotient it stays accurate in the tail. As the convolution's epilogue it takes 0.45 ms at the target size (H200).
     """
     square = value * value
     factor = -2.9909319465559747e-09
@@ -221,9 +224,9 @@ def float16_gelu(value, min_val, max_val):
 
 @triton.jit
 def bfloat16_gelu(value, min_val, max_val):
-    """``gelu`` within 7e-5, and within 0.6% of itself above -4: a third of what rounding both to bfloat16 leaves.
+    """``gelu`` within 7e-5, and within 0.6% of its value above -4: a third of the error of rounding both to bfloat16.
 
-    The factor is the same fit of degree 3; 0.35 ms.
+    The factor is the same fit, of degree 3. It takes 0.35 ms.
     """
     square = value * value
     factor = -6.891043085488491e-06
@@ -235,16 +238,16 @@ def bfloat16_gelu(value, min_val, max_val):
 
 @triton.jit
 def gelu_tanh_exponential(value):
-    """exp(-2 u) with u = sqrt(2 / pi) * (v + 0.044715 v**3): then (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
+    """exp(-2 u) with u = sqrt(2 / pi) * (v + 0.044715 v**3). Then (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
 
-    That has no difference to lose digits in, and is 0 where the exponential overflows.
+    This has no difference that would cancel, and gives 0 where the exponential overflows.
     """
     return tl.exp(-1.5957691216057308 * value * (1.0 + 0.044715 * value * value))
 
 
 @triton.jit
 def gelu_tanh(value, min_val, max_val):
-    """value * (1 + tanh(u)) / 2, which approximates ``gelu``."""
+    """value * (1 + tanh(u)) / 2, an approximation of ``gelu``."""
     return tl.maximum(value / (1.0 + gelu_tanh_exponential(value)), -1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -252,7 +255,7 @@ def gelu_tanh(value, min_val, max_val):
 def gelu_tanh_gradient(gradient, value, min_val, max_val):
     """gradient * (s + v * s * (1 - s) * 2 du/dv) with s = (1 + tanh(u)) / 2.
 
-    s * (1 - s) is 0 in float32 where v * v > 200; beyond, v * v is held there lest it overflow.
+    s * (1 - s) is 0 in float32 where v * v > 200. v * v is limited to that, so that it does not overflow.
     """
     e = gelu_tanh_exponential(value)
     s = 1.0 / (1.0 + e)
@@ -278,5 +281,5 @@ FLOAT16_GELU = Pointwise(float16_gelu, coarse_gelu_gradient)
 BFLOAT16_GELU = Pointwise(bfloat16_gelu, coarse_gelu_gradient)
 GELU_TANH = Pointwise(gelu_tanh, gelu_tanh_gradient)
 
-#: GELU to the digits that values of a dtype have.
+#: GELU as precise as values of a dtype are.
 GELU_OF = {torch.bfloat16: BFLOAT16_GELU, torch.float16: FLOAT16_GELU, torch.float32: GELU}

@@ -1,9 +1,9 @@
 """Row minimum of group-normalised tiles, and the kernel that finishes it.
 
-A minimum is found in two stages. Each tile leaves its rows' minima as order-preserving int32 keys, so that NaN comes
-first (torch's minimum propagates it); ``finish`` reduces the keys over the tiles. The backward pass
-(``row_minimum_backward``) needs only the group that holds each row's minimum, so that is all that is kept, and the
-minimum's place in it is found when the winning tile is.
+A minimum is found in two stages. Each tile writes its rows' minima as int32 keys that keep the order, with NaN first,
+as torch's minimum propagates NaN. ``finish`` reduces the keys over the tiles. The backward pass
+(``row_minimum_backward``) needs only the group that holds each row's minimum, so only that group is kept. The minimum's
+place in the group is found once the winning tile is known.
 """
 
 import torch
@@ -21,7 +21,8 @@ _LAST = tl.constexpr(2147483647)
 
 @triton.jit
 def ordered_key(value):
-    """int32 whose order is float32's, NaN first; one for zeros of both signs, lest a later -0.0 pass for less."""
+    """An int32 that is ordered as float32 is, NaN first. Both zeros have one key; else a later -0.0 would count as
+    less."""
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(key == -1, 0, key)
@@ -30,13 +31,13 @@ def ordered_key(value):
 
 @triton.jit
 def key_value(key):
-    """The float32 whose ``ordered_key`` this is, 0.0 for both zeros."""
+    """The float32 with this ``ordered_key``; 0.0 for both zeros."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def lesser(a, b):
-    """The lesser of two numbers, NaN where one of them is."""
+    """The lesser of two numbers, or NaN where one of them is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -47,8 +48,11 @@ def bits_of(value):
 
 @triton.jit
 def bit_mask(condition):
-    """All bits where it holds, else none, in a register: what is taken with it costs one instruction, not a select and
-    one (``either``), to which compilers would turn it."""
+    """All bits set where the condition holds, else none, in a register.
+
+    Selecting with the mask costs one instruction. Without the register, a compiler would make a select and an
+    ``either`` of it.
+    """
     mask = tl.where(condition, -1, 0)
     if _INTERPRETED:
         return mask
@@ -57,7 +61,7 @@ def bit_mask(condition):
 
 @triton.jit
 def either(a, b):
-    """Of two numbers' bits, of which one has none set, the other's."""
+    """Two numbers' bits, combined. One of the two has no bit set."""
     return a | b
 
 
@@ -66,7 +70,7 @@ def store_row_minimum(
     y,  # [rows, groups, block]: the values to minimise
     normalized,  # the same before weight and bias
     rstd,  # [rows, groups]
-    inside,  # [1, groups, block]: which of them are real, the first included; None where the others are infinite
+    inside,  # [1, groups, block]: which are real, the first always; None where the others are infinite
     row,
     group,  # the tile's first row and group
     tile,  # the tile's number along the row
@@ -83,7 +87,7 @@ def store_row_minimum(
     if inside is not None:
         y = tl.where(inside, y, float("inf"))
     if saved is None:
-        # Over the groups first: a thread of a product holds all of its rows' groups, but not all of a group's members.
+        # Over the groups first: a thread has values of all groups of its rows, but not all members of a group.
         least = tl.reduce(tl.reduce(y, 1, lesser), 1, lesser)
     else:
         group_least = tl.reduce(y, 2, lesser)
@@ -91,7 +95,7 @@ def store_row_minimum(
     rows = row + INDICES(ROWS)
     tl.store(minimum + tile.to(tl.int64) * M + rows, ordered_key(least), mask=rows < M)
     if saved is not None:
-        # Indices are made anew for each use: Gluon gives them the layout of what they are used with, one alone.
+        # Indices are made anew for each use: in Gluon they take the one layout of what they are used with.
         saved_group, saved_rstd, saved_normalized = saved
         rows = row + INDICES(ROWS)
         row_inside = rows < M
@@ -128,7 +132,7 @@ def finish_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """output[c, m] = min over tiles of tile_minimum[:, m] + bias[c]; the first column of programs keeps the winner."""
+    """output[c, m] = min over tiles of tile_minimum[:, m] + bias[c]. The first column of programs stores the winner."""
     wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_inside = rows < M
@@ -164,8 +168,8 @@ def finish_kernel(
             member_inside = row_inside[:, None] & (members < GROUP_SIZE)[None, :]
             normalized = tl.load(tile_normalized + offset[:, None] * GROUP_SIZE + members[None, :], mask=member_inside)
             group_column = tl.load(tile_group + offset, mask=row_inside, other=0) * GROUP_SIZE
-            # With a bias and no weight a compiler rounds the tile's own values once less: of two that lie one rounding
-            # apart the other may be found.
+            # With a bias and no weight, the compiler rounds the tile's values once less than here. Of two values that
+            # are one rounding apart, this may find the other one.
             weight, shift = load_affine(norm_weight, norm_bias, group_column[:, None] + members[None, :], member_inside)
             keys = tl.where(member_inside, ordered_key(normalized * weight + shift), _LAST)
             found = member_inside & (keys == tl.min(keys, 1)[:, None])
@@ -183,7 +187,8 @@ def empty_tile_minimum(tiles: int, rows: int, group_size: int, device: torch.dev
 
 
 def empty_winner(count: int, group_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(column or group [count] int32, rstd [count] float32, normalized [count, group_size] float32), uninitialised."""
+    """(column or group [count] int32, rstd [count] float32, normalized [count, group_size] float32), not
+    initialised."""
     return (
         torch.empty(count, dtype=torch.int32, device=device),
         torch.empty(count, dtype=torch.float32, device=device),
@@ -203,8 +208,8 @@ def finish(
 ) -> None:
     """output [C, M] = the least of ``keys`` [tiles, M] + bias [C].
 
-    ``winner``, if any, is made of the winning tile's ``tile_saved``: the place of the least of the normalised values
-    times ``norm_weight`` plus ``norm_bias`` (each [channels] or None) in the winning group, and that group.
+    ``winner``, if any, is made from the winning tile's ``tile_saved``. It gets the winning group and the place in it of
+    the least of the normalised values times ``norm_weight`` plus ``norm_bias`` (each [channels] or None).
     """
     tiles, M = keys.shape
     C = output.shape[0]
@@ -213,7 +218,7 @@ def finish(
     block_group = next_power_of_2(group_size)
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128
-    column_blocks = max(1, blocks_of(C, block_c))  # the first keeps the winner, even where the bias is empty
+    column_blocks = max(1, blocks_of(C, block_c))  # the first stores the winner, even where the bias is empty
     launch(
         finish_kernel,
         grid_of(blocks_of(M, block_m), column_blocks),

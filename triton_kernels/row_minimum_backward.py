@@ -1,7 +1,7 @@
-"""Backward of the row minimum: all that is not zero lies in the group that holds a row's minimum.
+"""Backward pass of the row minimum. Its gradient is zero outside the group that holds a row's minimum.
 
-The gradient at the GEMM's output is kept for that group alone, [M, GROUP_SIZE]. The input's gradient gathers the
-group's rows of the weight; the weight's adds up, group by group, the rows that chose it. ``winner`` is what
+The gradient at the GEMM's output is kept for that group alone: [M, GROUP_SIZE]. The input's gradient gathers the
+group's rows of the weight. The weight's gradient adds up, for each group, the rows that chose it. ``winner`` is what
 ``row_minimum.finish`` kept: (column [M], rstd [M], normalized [M, GROUP_SIZE]).
 """
 
@@ -17,9 +17,9 @@ from triton_kernels.launch import launch, wait_for_launch_before
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
 
-#: Up to here counting costs less than a library sort of as many rows: 8 us against 39 us at 1024 (H200).
+#: Up to this many rows, counting takes less time than PyTorch's sort: 8 us against 39 us at 1024 (H200).
 _MOST_RANKED_ROWS = 8192
-#: Programs that the output's gradient is shared out to: where it has few columns, its rows are shared out too.
+#: Number of programs that share the output's gradient. Where it has few columns, its rows are divided too.
 _OUTPUT_GRADIENT_PROGRAMS = 256
 
 
@@ -40,7 +40,8 @@ def add_up_output_gradient(
 ):
     """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias.
 
-    In float64, which the memory traffic hides: a minimum's gradient is one long sum, and its error is everybody's.
+    They are in float64, which costs no time beside the memory traffic. A minimum's gradient is one long sum, and all
+    that follows has its error.
     """
     share = program % shares
     column_block = program // shares
@@ -74,7 +75,7 @@ def winner_backward_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_PARTIALS: tl.constexpr,
 ):
-    """The minimum's gradient, and group norm's backward where the incoming gradient is that of one element a row."""
+    """The minimum's gradient, and the backward pass of a group norm whose incoming gradient has one element per row."""
     wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     members = tl.arange(0, BLOCK_GROUP)
@@ -118,7 +119,7 @@ def input_gradient_kernel(
     GROUP_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """output[m] = z_gradient[m] @ weight[the winner's group of m]: GROUP_SIZE rows of the weight, nothing else."""
+    """output[m] = z_gradient[m] @ (the GROUP_SIZE rows of weight of m's winning group)."""
     wait_for_launch_before()
     row = tl.load(order + tl.program_id(0)).to(tl.int64)
     first = tl.load(column + row) // GROUP_SIZE * GROUP_SIZE
@@ -135,7 +136,8 @@ def input_gradient_kernel(
 
 @triton.jit
 def add_product(total, coefficients, values):
-    """total + coefficients @ values, as accurate as the values: float32 coefficients of 16-bit values in two parts."""
+    """total + coefficients @ values, as precise as the values. For 16-bit values, float32 coefficients are split in
+    two."""
     if values.dtype == tl.float32:
         total = tl.dot(coefficients, values, total, input_precision="tf32x3")
     elif _INTERPRETED:
@@ -160,7 +162,7 @@ def rank_rows(
     BLOCK: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
 ):
-    """order[rank of m] = m, offsets[g] = how many rows lie in groups before g: by counting, without a sort's passes."""
+    """order[rank of m] = m, offsets[g] = number of rows in groups before g. Found by counting, in one pass."""
     ranks_rows = program < row_programs
     mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
     my_group = mine
@@ -204,7 +206,8 @@ def sums_and_ranks_kernel(
     BLOCK: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
 ):
-    """Sums of the output's gradient, and the rows in order: neither waits for the other, and a launch takes 4 us."""
+    """Sums of the output's gradient, and the order of the rows. They are independent, and a second launch would take
+    4 us."""
     wait_for_launch_before()
     program = tl.program_id(0)
     # fmt: off
@@ -235,10 +238,10 @@ def weight_gradient_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """output[group] = sum over the rows whose minimum lies in it of z_gradient[m].T * input[m]; zero without such rows.
+    """output[group] = sum of z_gradient[m].T * input[m] over the rows m whose minimum it holds; 0 without such rows.
 
-    Rows come BLOCK_M at a time, as a product on tensor cores: one group may hold the minimum of nearly every row, and
-    its program must not walk down them one by one.
+    Rows are taken BLOCK_M at a time, as a product on tensor cores. One group may hold the minimum of nearly every row,
+    and its program must not go through them one by one.
     """
     wait_for_launch_before()
     group = tl.program_id(0)
@@ -280,7 +283,7 @@ def column_gradients_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """One group's column sums over the rows whose minimum it holds, in the fixed order of ``order``."""
+    """A group's column sums over the rows whose minimum it holds, in the fixed order of ``order``."""
     wait_for_launch_before()
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
@@ -310,7 +313,7 @@ def column_gradients_kernel(
 
 
 def _sorted_rows(column: torch.Tensor, num_groups: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """order and offsets, by a library sort."""
+    """order and offsets, by PyTorch's sort."""
     groups, order = torch.sort(torch.div(column, group_size, rounding_mode="floor"), stable=True)
     bounds = torch.arange(num_groups + 1, dtype=groups.dtype, device=column.device)
     return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
@@ -323,12 +326,12 @@ def sums_and_order(
     group_size: int,
     bias_gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What does not wait for anything else: (row_partials, order, offsets).
+    """The first part of the backward pass, which depends on nothing else: (row_partials, order, offsets).
 
     ``output_gradient`` is [C, M], at any strides. row_partials [blocks, M] are its sums over blocks of its columns, in
-    float64, for ``winner_backward``. order [M] are the rows in the order of their winning groups, offsets
-    [num_groups + 1] say where each group's begin. ``bias_gradient``, [C] in any float dtype or None where it is not
-    wanted, becomes the sums of ``output_gradient`` over the rows.
+    float64, for ``winner_backward``. order [M] has the rows sorted by their winning groups; offsets [num_groups + 1]
+    are where each group begins. ``bias_gradient``, [C] in any float dtype or None where it is not wanted, becomes the
+    sums of ``output_gradient`` over the rows.
     """
     C, M = output_gradient.shape
     device = output_gradient.device
@@ -336,7 +339,7 @@ def sums_and_order(
     column_blocks = blocks_of(C, block_c)
     shares = max(1, min(blocks_of(M, block_m), _OUTPUT_GRADIENT_PROGRAMS // max(1, column_blocks)))
     rows_per_program = blocks_of(blocks_of(M, shares), block_m) * block_m
-    # These may cancel out, and are one row's whole gradient: float32 would show in it.
+    # These may cancel, and their sum is a row's whole gradient: float32's error would show.
     row_partials = torch.empty(column_blocks, M, dtype=torch.float64, device=device)
     shares = blocks_of(M, rows_per_program) if M else 0
     column_partials = empty_partials((bias_gradient,), shares)
@@ -383,8 +386,10 @@ def winner_backward(
     norm_weight: torch.Tensor | None,
     group_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the row minimum [M] and, [M, group_size], at the GEMM's output, in each row's winning group; that is
-    zero everywhere else. ``row_partials`` [blocks, M] add up to the first."""
+    """Gradients of the row minimum [M] and of the GEMM's output in each row's winning group [M, group_size].
+
+    The gradient of the GEMM's output is zero elsewhere. ``row_partials`` [blocks, M] add up to the first.
+    """
     column, rstd, normalized = winner
     M = column.numel()
     minimum_gradient, z_gradient = torch.empty_like(rstd), torch.empty_like(normalized)
@@ -438,7 +443,7 @@ def input_gradient(z_gradient, column, order, weight, output) -> None:
 
 
 def weight_gradient(z_gradient, order, offsets, input, output) -> None:
-    """output [N, K] = the sum over rows of z_gradient's outer product with input [M, K] (any strides), by group."""
+    """output [N, K] = by group, the sum over rows of z_gradient's outer product with input [M, K] (any strides)."""
     group_size = z_gradient.shape[1]
     N, K = output.shape
     if K == 0:
@@ -461,7 +466,7 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
         BLOCK_GROUP=block_group,
         BLOCK_K=block_k,
         num_warps=2 if block_group == 16 else 4,
-        # Most groups hold a row or two: loads ahead of the next rows' turn only keep programs from running beside it.
+        # Most groups hold a row or two. Loading the next rows early would only take room from other programs.
         num_stages=1,
     )
 
@@ -469,8 +474,8 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
 def column_gradients(
     minimum_gradient, winner, z_gradient, order, offsets, vector_gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """``vector_gradients`` become those of linear_bias, norm_weight and norm_bias: each [N] in any float dtype, or None
-    where it is not wanted."""
+    """``vector_gradients`` become those of linear_bias, norm_weight and norm_bias: each [N] in any float dtype, or
+    None where not wanted."""
     if all(gradient is None for gradient in vector_gradients):
         return
     column, _, normalized = winner

@@ -1,8 +1,8 @@
-"""float32 numbers rounded to TF32's ten bits of mantissa: tensor cores would cut the rest off, with twice the error.
+"""Round float32 numbers to TF32, which has ten bits of mantissa. Tensor cores would truncate, with twice the error.
 
-To nearest, ties away from zero, as cuDNN rounds and ``cvt.rna.tf32.f32`` does: half a step is added to the bits, and
-the 13 that TF32 lacks are cleared. What rounds past the largest number becomes infinite; infinities stay, and a NaN
-becomes a quiet one, which stays a NaN where the tensor cores cut it off.
+Rounding is to nearest, ties away from zero, as in cuDNN and in ``cvt.rna.tf32.f32``: half a step is added to the bits,
+and the 13 bits that TF32 lacks are cleared. A number that rounds beyond the largest one becomes infinite. Infinities
+stay as they are. A NaN becomes a quiet NaN, whose truncation is still a NaN.
 """
 
 import torch
@@ -19,6 +19,6 @@ def nearest_tf32(value, min_val, max_val):
 
 
 def round_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """The same of a float32 tensor of any shape, by PyTorch: for what is small."""
+    """The same for a small float32 tensor of any shape, in PyTorch."""
     rounded = torch.bitwise_and(tensor.view(torch.int32) + 0x1000, -0x2000).view(torch.float32)
     return torch.where(tensor.isfinite(), rounded, tensor + tensor)

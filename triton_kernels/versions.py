@@ -1,4 +1,4 @@
-"""Which Tritons the kernels are tested with, and what differs between them. This loads no Gluon."""
+"""The Triton versions that the kernels are tested with, and how they differ. This does not import Gluon."""
 
 import re
 import warnings
@@ -17,12 +17,12 @@ def version_of(text: str) -> tuple[int, int]:
 
 VERSION = version_of(triton.__version__)
 
-#: The copy engine's functions in Gluon are ``async_load`` and ``async_store``; before, ``async_copy_global_to_shared``
-#: and ``async_copy_shared_to_global``, names that 3.9 keeps for functions that raise.
+#: Gluon's TMA functions are ``async_load`` and ``async_store``. Before, they were ``async_copy_global_to_shared`` and
+#: ``async_copy_shared_to_global``; 3.9 keeps these names for functions that raise an error.
 HAS_ASYNC_LOAD = VERSION >= (3, 8)
-#: A view of shared memory may begin anywhere, in the middle of a tile too, and reach beyond its source. The convolution
-#: and its weight gradient read overlapping windows of an image in that way; 3.8 and 3.9 have no such views
-#: (docs/convolution.md tells what was tried).
+#: A view of shared memory may begin in the middle of a tile and reach beyond its source. The convolution and its weight
+#: gradient use such views to read overlapping windows of an image. 3.8 and 3.9 do not have them; docs/convolution.md
+#: says what was tried instead.
 HAS_OVERLAPPING_VIEWS = VERSION < (3, 8)
 
 

@@ -2,16 +2,18 @@
 
     dW[ky, kx, o, c] = sum over n, y, x of gradient[n, y, x, o] * input[n, y + ky * dy + sy, x + kx * dx + sx, c]
 
-For one tap that is a product of two matrices, [O, pixels] and [pixels, C], whose long side is summed over. A program
-owns 64 x 64 channels, all taps and a share of the tiles of 128 pixels. One warp copies tiles into shared memory, and a
-warpgroup for each tap column multiplies them, with an accumulator in registers for each tap row. One operand, "fixed",
-is cut into tiles; of the other, "shifted", each tap reads the tile at its own shift. Which is which changes the order
-of the taps alone, so the operand with fewer tiles is the fixed one. The copy engine fills what lies outside with zeros.
+For one tap this is a product of two matrices, [O, pixels] and [pixels, C], with a long sum. A program owns 64 x 64
+channels, all taps and a share of the tiles of 128 pixels. One warp copies tiles into shared memory. A warpgroup per tap
+column multiplies them; it has an accumulator in registers for each tap row.
 
-A pixel's 64 channels are a 128-byte row of shared memory, swizzled by the row's address, so a tap's shift is a matter
-of where in shared memory the operand begins. With tiles 8 columns wide, each tap column has a box of its own, and a tap
-row shifts by whole swizzle atoms (8 pixels, 1024 bytes). With wider tiles all taps share one box, 0.67 times the bytes
-at 3 x 3 taps, and each row of the tile is a product of its own, whose operand may begin in the middle of an atom.
+One operand, "fixed", is divided into tiles. Of the other, "shifted", each tap reads the tile at its own shift. Swapping
+the two only changes the order of the taps, so the operand with fewer tiles is the fixed one. TMA fills in zeros outside
+the images.
+
+A pixel's 64 channels are a 128-byte row of shared memory, swizzled by the row's address. So a tap's shift only changes
+where in shared memory the operand begins. With tiles 8 columns wide, each tap column has its own box, and a tap row
+shifts by whole swizzle atoms (8 pixels, 1024 bytes). With wider tiles all taps share one box, which is 0.67 times the
+bytes at 3 x 3 taps. Each row of the tile is then a product of its own, whose operand may begin inside an atom.
 """
 
 import functools
@@ -42,13 +44,14 @@ _ROW_BYTES = 128
 _PIXELS = 128
 #: Bytes set aside for the barriers and for aligning the buffers.
 _RESERVED_BYTES = 2048
-#: Of a box: pixels of 128 bytes, swizzled.
+#: Layout of a box: pixels of 128 bytes, swizzled.
 _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 @dataclass(frozen=True)
 class WeightGradientConfig:
-    """A tile's columns (8, or 16 or 32 for a box that all taps share), and how many tiles are under way at most."""
+    """A tile's columns, and the largest number of tiles in flight. There are 8 columns, or 16 or 32 for a box that
+    all taps share."""
 
     columns: int = 8
     stages: int = 5
@@ -69,25 +72,25 @@ class Taps:
 
     @property
     def shared_box(self) -> bool:
-        """Whether all taps share a box, rather than those of each column."""
+        """Whether all taps share one box. Otherwise each tap column has its own."""
         return self.columns > 8
 
     @functools.cached_property
     def reach(self) -> tuple[int, int]:
-        """How far the last tap is from the first, in rows and columns."""
+        """The distance of the last tap from the first, in rows and columns."""
         rows, columns = ((size - 1) * step for size, step in zip(self.kernel_size, self.dilation, strict=True))
         return rows, columns
 
     @property
     def boxes(self) -> int:
-        """How many boxes of the shifted operand a tile takes."""
+        """The number of boxes of the shifted operand that a tile needs."""
         return 1 if self.shared_box else self.kernel_size[1]
 
     @functools.cached_property
     def halo(self) -> int:
         """Columns right of the tile (in a shared box) or rows below it, as one copy takes them: a power of 2, or 0.
 
-        What a copy takes is at least an atom of 8 pixels.
+        A copy is at least a swizzle atom of 8 pixels.
         """
         reach, least = (self.reach[1], 8) if self.shared_box else (self.reach[0], 1)
         return max(least, next_power_of_2(reach)) if reach else 0
@@ -109,13 +112,13 @@ class Taps:
 
     @property
     def tap_pitch(self) -> tuple[int, int]:
-        """Pixels from a tap to the one below it, and to the one right of it."""
+        """The distance in pixels from a tap to the one below it, and to the one on its right."""
         down = self.dilation[0] * self.box[1]
         return down, self.dilation[1] if self.shared_box else self.box_pixels
 
     @property
     def step(self) -> int:
-        """Pixels of a tile that lie in one run in a box: a row, or all of them."""
+        """The number of a tile's pixels that are contiguous in a box: a row of it, or all of it."""
         return self.columns if self.shared_box else _PIXELS
 
     @property
@@ -129,7 +132,7 @@ class Taps:
 
 @gluon.jit
 def share_of_program(scope):
-    """This program's blocks of 64 channels (fixed, shifted), its place along partials' second axis, and that axis."""
+    """This program's blocks of 64 channels (fixed, shifted), its index along partials' second axis, and that axis."""
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
     block = gl.program_id(0) % blocks
     return block // blocks_shifted, block % blocks_shifted, gl.program_id(0) // blocks, gl.num_programs(0) // blocks
@@ -137,7 +140,7 @@ def share_of_program(scope):
 
 @gluon.jit
 def pixel_of(slots, pixel):
-    """Any one pixel of ``slots``, which counts them in eights: where a view of more of them begins."""
+    """One pixel of ``slots``, which counts them in eights: a view of more pixels can begin there."""
     PIXELS: gl.constexpr = slots.shape[0] * 8
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     return slots._reinterpret(slots.dtype, [PIXELS, 64], FLAT).index(pixel)
@@ -152,7 +155,7 @@ def copy_box(source, n, y, x, c, ready, target):
 
 @gluon.jit
 def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr):
-    """The copying warp: tile after tile, wait until a stage is free, and fill it."""
+    """The copying warp. For each tile it waits until a stage is free, and fills it."""
     fixed, shifted, halo = sources
     fixed_slots, shifted_slots = slots
     ready, empty = barriers
@@ -164,7 +167,7 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
     BOX_COLUMNS: gl.constexpr = TAPS.box[1]
     block_fixed, block_shifted, share, shares = share_of_program(scope)
     step = 0
-    # Neighbouring tiles are under way in different programs at the same time, so that L2 serves what they share.
+    # Different programs process neighbouring tiles at the same time, so that L2 serves what they share.
     for tile in range(share, tiles, shares):
         sample = tile // (tiles_x * tiles_y)
         y = tile // tiles_x % tiles_y * ROWS
@@ -196,14 +199,15 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
 
 @gluon.jit
 def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: gl.constexpr, ACCUMULATE: gl.constexpr):
-    """A multiplying warpgroup: sums of the taps of column TAP_X over this program's tiles, written to ``partials``."""
+    """A multiplying warpgroup. It sums the taps of column TAP_X over this program's tiles, and writes them to
+    ``partials``."""
     fixed_slots, shifted_slots = slots
     ready, empty = barriers
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
     KH: gl.constexpr = TAPS.kernel_size[0]
     KW: gl.constexpr = TAPS.kernel_size[1]
     STEP: gl.constexpr = TAPS.step
-    STEP_PITCH: gl.constexpr = TAPS.box[1]  # from row to row; all pixels are one step where they are one run
+    STEP_PITCH: gl.constexpr = TAPS.box[1]  # from row to row; contiguous pixels are one step
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     FRAGMENT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     SWIZZLED: gl.constexpr = fixed_slots.layout
@@ -225,7 +229,7 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
         corner = stage * TAPS.slot_pixels + TAP_X * TAPS.tap_pitch[1]
         fixed = fixed_slots.index(stage).permute((1, 0))
         for part in gl.static_range(128 // STEP):
-            # From registers: both operands in shared memory would take all of its bandwidth, at 64 x 64 channels.
+            # From registers: at 64 x 64 channels, two operands in shared memory would take all of its bandwidth.
             a = fixed.slice(part * STEP, STEP, dim=1).load(FRAGMENT)
             next_sums = ()
             for tap_y in gl.static_range(KH):
@@ -266,7 +270,7 @@ def weight_gradient_kernel(
     TAPS: gl.constexpr,  # Taps
     ACCUMULATE: gl.constexpr,  # add to what ``partials`` holds; otherwise overwrite it
 ):
-    """Sums over pixels of the products of fixed and shifted, for each tap; one program for each (block, share)."""
+    """For each tap, sums over pixels of the products of fixed and shifted; one program for each (block, share)."""
     wait_for_launch_before()
     KW: gl.constexpr = TAPS.kernel_size[1]
     STAGES: gl.constexpr = TAPS.stages
@@ -286,9 +290,9 @@ def weight_gradient_kernel(
     scope = (tiles, tiles_y, tiles_x, blocks_shifted, blocks)
     slots = (fixed_slots, shifted_slots)
     barriers = (ready, empty)
-    # Registers: all warps, rounded up to fours, share 65536. A multiplying thread holds 32 for each tap row's sums, and
-    # 32 of the fixed tile; the copying warp spills at 24. With one tap column a warpgroup idles, as without it Triton
-    # asks for 256 a thread, and the assembler ignores that.
+    # Registers: all warps, rounded up to multiples of four, share 65536. A multiplying thread holds 32 for each tap
+    # row's sums and 32 of the fixed tile. The copying warp spills at 24. With one tap column, an idle warpgroup is
+    # added: without it Triton asks for 256 registers a thread, which ptxas ignores.
     if KW == 1:
         gl.warp_specialize(
             [
@@ -331,8 +335,8 @@ def supports(
 ) -> bool:
     """Whether the kernel takes these NHWC tensors and taps.
 
-    That is on Hopper, bfloat16 or float16, up to 3 x 3 taps whose tiles fit in shared memory, and what the copy engine
-    takes: strides and addresses in multiples of 16 bytes, so channels in multiples of 8.
+    It takes bfloat16 and float16 on Hopper, up to 3 x 3 taps whose tiles fit into shared memory, and images that TMA
+    can copy: strides and addresses in multiples of 16 bytes, so channels in multiples of 8.
     """
     return (
         runs_hopper_convolutions(input.device)
@@ -350,7 +354,7 @@ def supports(
 def partials_shape(input: torch.Tensor, gradient: torch.Tensor, kernel_size: tuple[int, int]) -> tuple[int, int, int]:
     """Shape of the float32 partial sums of all launches for one weight: [blocks, shares, taps * 64 * 64].
 
-    ``input`` and ``gradient`` are as for ``convolution_weight_gradient``; of their shapes, the channels matter alone.
+    ``input`` and ``gradient`` are as for ``convolution_weight_gradient``; only their channels matter.
     """
     blocks = blocks_of(input.shape[3], _CHANNELS) * blocks_of(gradient.shape[3], _CHANNELS)
     shares = max(1, multiprocessor_count(input.device) // blocks)
@@ -371,14 +375,13 @@ def convolution_weight_gradient(
     accumulate: bool,
     config: WeightGradientConfig,
 ) -> None:
-    """Write (or add, if ``accumulate``) to ``partials`` the weight gradient's sums over ``count`` samples.
+    """Write the weight gradient's sums over ``count`` samples to ``partials``, or add them if ``accumulate``.
 
-    ``input`` [N, H, W, C] and ``gradient`` [M, OH, OW, O], that of the convolution's output, are as ``supports`` has
-    them. The samples are ``input``'s from ``input_first`` on and ``gradient``'s from ``gradient_first`` on. Tap (ky,
-    kx) pairs the gradient's pixel (y, x) with the input's (y + shift[0] + ky * dilation[0], x + shift[1] + kx *
-    dilation[1]), which is 0 outside of the image. ``partials``, a contiguous float32 tensor of ``partials_shape``, is
-    for ``finish`` to sum; calls that add to one another differ in
-    their samples alone, or in tensors of the same shapes.
+    ``input`` [N, H, W, C] and ``gradient`` [M, OH, OW, O], that of the convolution's output, are as ``supports`` says.
+    The samples begin at ``input_first`` in ``input`` and at ``gradient_first`` in ``gradient``. Tap (ky, kx) pairs the
+    gradient's pixel (y, x) with the input's (y + shift[0] + ky * dilation[0], x + shift[1] + kx * dilation[1]), which
+    is 0 outside the image. ``partials``, a contiguous float32 tensor of ``partials_shape``, is for ``finish`` to sum.
+    Calls that add to one another differ only in their samples, or in tensors of the same shapes.
     """
     if count == 0:
         if not accumulate:
@@ -388,7 +391,7 @@ def convolution_weight_gradient(
     if _gradient_is_fixed(input, gradient, config):
         fixed, shifted, fixed_first, shifted_first = gradient, input, gradient_first, input_first
     else:
-        # The same sums, with the taps in reverse order: from the input's side, the last tap's shift is the least.
+        # The same sums, with the taps in reverse order: seen from the input, the last tap has the smallest shift.
         fixed, shifted, fixed_first, shifted_first = input, gradient, input_first, gradient_first
         shift = tuple(-start - reach for start, reach in zip(shift, taps.reach, strict=True))
     tiles_y, tiles_x = blocks_of(fixed.shape[1], taps.rows), blocks_of(fixed.shape[2], taps.columns)
@@ -428,7 +431,7 @@ def finish(
 ) -> torch.Tensor:
     """The weight gradient [KH, KW, O, C] in float32 (not contiguous), from ``convolution_weight_gradient``'s partials.
 
-    ``input`` and ``gradient`` are as there; their shapes matter alone.
+    ``input`` and ``gradient`` are as there; only their shapes matter.
     """
     input_blocks, gradient_blocks = (blocks_of(t.shape[3], _CHANNELS) for t in (input, gradient))
     sums = column_sums(partials)

@@ -1,12 +1,13 @@
 """Group norm of groups too wide for one program: partial statistics, their merge, and a pass that applies them.
 
-Values are contiguous [B, C, S]: samples, channels, and pixels (all further axes; 1 where there are none). A group is
-GROUP_SIZE neighbouring channels of a sample, GROUP_SIZE * S neighbouring values; its statistics are first taken over
-blocks of it (count, mean and M2, the sum of centred squares) and then merged after Chan, Golub and LeVeque, Updating
-Formulae and a Pairwise Algorithm for Computing Sample Variances (1979). A pointwise function may come before
-(ACTIVATION) and after (FINAL) the norm.
+Values are contiguous [B, C, S]: samples, channels, and pixels (all further dimensions; 1 where there are none). A group
+is GROUP_SIZE neighbouring channels of a sample, which are GROUP_SIZE * S neighbouring values. Its statistics (count,
+mean and M2, the sum of centred squares) are computed for blocks of it. Then they are merged after Chan, Golub and
+LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979). One pointwise function may
+come before the norm (ACTIVATION), and one after it (FINAL).
 
-Groups and their blocks share the first axis of the grid, group by group: the only one that is not limited to 65535.
+Groups and their blocks share the first axis of the grid, group by group. It is the only axis that is not limited to
+65535.
 """
 
 import torch
@@ -24,7 +25,7 @@ _BLOCK = 4096
 
 @triton.jit
 def place_block(blocks, width, INDEX: tl.constexpr, BLOCK: tl.constexpr):
-    """The group and the places in it [BLOCK], of the type INDEX, of this program; and which places are inside."""
+    """This program's group and its places [BLOCK] in it, of the type INDEX, and which places are inside."""
     first = (tl.program_id(0) % blocks).to(INDEX) * BLOCK
     places = first + tl.arange(0, BLOCK)
     return tl.program_id(0) // blocks, places, places < width
@@ -43,7 +44,7 @@ def partial_statistics_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mean and M2 of one block of one group; how many values it counts follows from its place."""
+    """Mean and M2 of one block of one group. The count of values follows from the block's place."""
     wait_for_launch_before()
     sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     z = tl.load(input + sample_group.to(tl.int64) * width + places, mask=inside, other=0.0).to(tl.float32)
@@ -51,7 +52,7 @@ def partial_statistics_kernel(
     count = tl.sum(inside.to(tl.int32), 0)
     mean = tl.sum(values, 0) / count
     centred = tl.where(inside, values - mean, 0.0)
-    correction = tl.sum(centred, 0) / count  # what rounding left of the mean
+    correction = tl.sum(centred, 0) / count  # of the mean's rounding
     centred = tl.where(inside, centred - correction, 0.0)
     tl.store(partial_mean + tl.program_id(0), mean + correction)
     tl.store(partial_m2 + tl.program_id(0), tl.sum(centred * centred, 0))
@@ -87,7 +88,7 @@ def merge_statistics_kernel(
         away = tl.where(index < blocks, away, 0.0)
         variances += tl.load(partial_m2 + source + index, mask=index < blocks, other=0.0) / width + share * away * away
         drifts += share * away
-    drift = tl.sum(drifts, 0)  # what rounding, that of the shares too, left of the mean
+    drift = tl.sum(drifts, 0)  # of the rounding of the mean and of the shares
     variance = tl.maximum(tl.sum(variances, 0) - drift * drift, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(mean + tl.program_id(0), merged_mean + drift)
     tl.store(rstd + tl.program_id(0), reciprocal_deviation(variance, eps))
@@ -95,7 +96,7 @@ def merge_statistics_kernel(
 
 @triton.jit
 def load_channels(pointer, group, members, GROUP_SIZE: tl.constexpr, ABSENT: tl.constexpr):
-    """A vector over the channels at ``members`` of a group, in float32; ABSENT everywhere where there is none."""
+    """A vector over the channels at ``members`` of a group, in float32; ABSENT where there is no vector."""
     values = tl.full(members.shape, ABSENT, tl.float32)
     if pointer is not None:
         values = tl.load(pointer + group * GROUP_SIZE + members, mask=members < GROUP_SIZE, other=0.0).to(tl.float32)
@@ -122,7 +123,7 @@ def apply_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias), a block of a group a program"""
+    """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias); one block of a group per program."""
     wait_for_launch_before()
     sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
     members = places // pixels
@@ -157,7 +158,7 @@ def channel_sums_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_PIXELS: tl.constexpr,
 ):
-    """Each sample's and channel's share of the gradients of the norm's weight and bias."""
+    """Each sample's and channel's part of the gradients of the norm's weight and bias."""
     wait_for_launch_before()
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = row < rows
@@ -239,7 +240,7 @@ def apply_backward_kernel(
 ):
     """input_gradient = ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x))
 
-    with x the normalised activated input and g = norm_weight * dy.
+    x is the normalised activated input, and g = norm_weight * dy.
     """
     wait_for_launch_before()
     sample_group, places, inside = place_block(blocks, width, INDEX, BLOCK)
@@ -260,8 +261,8 @@ def apply_backward_kernel(
 
 
 def _blocks(width: int) -> tuple[int, dict]:
-    """How many blocks a group is cut into, and what kernels need to know to find their own."""
-    # The last block's places may exceed width.
+    """The number of blocks of a group, and what kernels need to find their own."""
+    # The places of the last block may lie beyond width.
     return blocks_of(width, _BLOCK), {"INDEX": tl.int32 if width + _BLOCK < 2**31 else tl.int64, "BLOCK": _BLOCK}
 
 
@@ -273,8 +274,8 @@ def group_statistics(
     activation: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
-    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of activation(``input``), a contiguous
-    [B, C, S]."""
+    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of activation(input), contiguous [B, C,
+    S]."""
     rows = input.shape[0] * num_groups
     statistics = torch.empty(2, rows, dtype=torch.float32, device=input.device)
     if input.numel() == 0:
@@ -324,7 +325,7 @@ def wide_group_norm(
     final: Pointwise = IDENTITY,
     bounds: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
-    """output = final(group_norm(activation(input))), both contiguous [B, C, S]; returns the ``group_statistics``."""
+    """output = final(group_norm(activation(input))), both contiguous [B, C, S]. Returns the ``group_statistics``."""
     statistics = group_statistics(input, num_groups, eps, activation=activation, bounds=bounds)
     if input.numel() == 0:
         return statistics
@@ -371,9 +372,9 @@ def wide_group_norm_backward(
 ) -> None:
     """Gradients of ``wide_group_norm``.
 
-    ``vector_gradients``, each [C] in any float dtype or None where it is not wanted, become those of ``norm_weight``
-    and ``norm_bias``, which counts for ``final``'s gradient alone. ``statistics`` are what the forward pass returned;
-    without them they are computed again.
+    ``vector_gradients``, each [C] in any float dtype or None where not wanted, become those of ``norm_weight`` and
+    ``norm_bias``. ``norm_bias`` itself is read for ``final``'s gradient only. ``statistics`` are what the forward pass
+    returned; without them they are computed again.
     """
     B, C, S = input.shape
     if input.numel() == 0:

@@ -264,7 +264,7 @@ def refused(world, chain, changes, error, message, divided="channels"):
 
 @check(chain=[chain for chain in EVERY if chain.has_groups])
 def cut_groups(world, chain):
-    message = "num_groups must be a multiple of the channels' 2 shards, which hold whole groups, got 1"
+    message = "num_groups must be a multiple of the 2 shards of the channels, each of which holds whole groups, got 1"
     refused(world, chain, {"num_groups": 1}, ValueError, message)
 
 
@@ -295,7 +295,7 @@ def refusals(world):
     refused(world, L19, {"groups": 2, **changes}, ValueError, message)
     odd = world.replicate(torch.ones(3, 16, dtype=torch.float64, device=world.device))
     odd = odd.redistribute(placements=[world.Shard(0)])
-    message = "weight's channels must be a multiple of its 2 shards, got 3"
+    message = "weight's number of channels must be a multiple of its 2 shards, got 3"
     refused(world, LINEAR, {"weight": odd, "bias": None}, ValueError, message)
 
 
@@ -305,7 +305,7 @@ def another_mesh(world):
 
     mesh = init_device_mesh(world.device, (1, 2))
     weight = world.replicate(world.arguments(L94)["weight"], mesh)
-    message = f"weight must lie on input's mesh {world.mesh}, got {mesh}"
+    message = f"weight must be on input's device mesh {world.mesh}, got {mesh}"
     refused(world, L94, {"weight": weight}, ValueError, message)
 
 

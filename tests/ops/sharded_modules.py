@@ -23,6 +23,10 @@ def modules():
         "L75": ops.LinearGroupNormMin(16, 24, 4, (1, 24, 1, 1)),
         "L30": ops.LinearGroupNormHardtanh(16, 24, 4, -0.75, 1.25),
         "L19": ops.ConvTranspose2dGeluGroupNorm(3, 8, 3, 2, 1, 4),
+        "L94 without a bias": ops.LinearHardtanhMishGroupNorm(16, 24, (24,), 4, linear_bias=False),
+        "L75 without a bias": ops.LinearGroupNormMin(16, 24, 4, (1, 24, 1, 1), linear_bias=False),
+        "L30 without a bias": ops.LinearGroupNormHardtanh(16, 24, 4, -0.75, 1.25, linear_bias=False),
+        "L19 without a bias": ops.ConvTranspose2dGeluGroupNorm(3, 8, 3, 2, 1, 4, conv_bias=False),
     }
 
 
@@ -53,7 +57,7 @@ def trains_as_alone(world, name, distribute, forward, **options):
         torch.testing.assert_close(result, expected[key], rtol=1e-8, atol=1e-8, msg=key)
 
 
-@check(name=["L94", "L75", "L30", "L19"])
+@check(name=list(modules()))
 def modules_by_channels(world, name):
     """PyTorch's distribute_module with ``shard_channels``: every parameter is cut, the state_dict keeps its keys."""
 
@@ -139,7 +143,9 @@ def modules_with_fully_sharded_layers(world, name):
 
     batch = slice(3 * world.rank, 3 * world.rank + 3)
     submodules._told.clear()
-    with pytest.warns(RuntimeWarning, match=r"is not fused: (gemm|conv_transpose) is a .*FSDP"):
+    with pytest.warns(
+        RuntimeWarning, match=r"is not fused but runs its layers one by one: (gemm|conv_transpose) is a .*FSDP"
+    ):
         trains_as_alone(world, name, distribute, lambda model, input: model(input), batch=batch)
 
 
@@ -147,7 +153,7 @@ def modules_with_fully_sharded_layers(world, name):
 def refused_modules(world):
     model = ops.LinearGroupNormHardtanh(16, 24, 3, -1.0, 1.0)
     before = dict(model.named_parameters())
-    with pytest.raises(ValueError, match="^num_groups must be a multiple of the channels' 2 shards, .* got 3$"):
+    with pytest.raises(ValueError, match="^num_groups must be a multiple of the 2 shards of the channels, .* got 3$"):
         world.distribute_module(model, world.mesh, tensor_parallel.shard_channels)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     with pytest.raises(TypeError, match=r"^weight of a Conv2d must be a vector, got shape \(4, 2, 3, 3\)$"):

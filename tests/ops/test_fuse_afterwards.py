@@ -6,7 +6,9 @@ import inspect
 import io
 import pickle
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -249,6 +251,8 @@ GROUPS_OF_ONE = changed(groupnorm__num_groups=OUT)
 AS_WRITTEN = {
     **{f"one value, {chain}": (forward, GROUPS_OF_ONE, 1) for chain, forward in BENCHMARKS.items()},
     "one value, torch.group_norm": (lambda self, x: F.hardtanh(torch.group_norm(self.gemm(x), 8)), changed(), 1),
+    "eps that is a fraction": (in_full, changed(groupnorm__eps=Fraction(1, 2)), ROWS),
+    "a bound that is a fraction": (in_full, changed(hardtanh__max_val=Fraction(1, 2)), ROWS),
     "negative eps": (in_full, changed(groupnorm__eps=-1.0), ROWS),
     "groups that do not divide": (in_full, changed(groupnorm__num_groups=3), ROWS),
     "no groups": (in_full, changed(groupnorm__num_groups=0), ROWS),
@@ -296,6 +300,27 @@ def test_bound_that_the_dtype_cannot_hold(dtype):
     with pytest.raises(RuntimeError) as raised:
         model(input_of(L30, dtype))
     assert str(raised.value) == str(expected.value)
+
+
+def test_numbers_of_numpy(calls):
+    """As attributes of the layers, and of the model itself."""
+
+    def forward(self, x):
+        return F.hardtanh(F.group_norm(self.gemm(x), self.count, eps=self.least), self.low, self.high)
+
+    numbers = {"count": np.int64(GROUPS), "least": np.float32(0.5), "low": np.float64(-0.5), "high": np.float32(0.25)}
+    of_layers = {"groupnorm__num_groups": "count", "groupnorm__eps": "least", "hardtanh__max_val": "high"}
+    for written, change in (
+        (forward, changed(**numbers)),
+        (in_full, changed(**{name: numbers[number] for name, number in of_layers.items()})),
+    ):
+        model = made(written)
+        change(model)
+        plain = copy.deepcopy(model)
+        report = fuse(model)
+        assert report.replaced and not report.left
+        assert_same(model, plain, input_of(L30))
+    assert calls == [L30, L30]
 
 
 def test_code_that_changed_since_it_was_pickled(monkeypatch, calls):

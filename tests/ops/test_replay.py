@@ -401,5 +401,5 @@ def test_a_library_that_changes_its_layout():
 def test_an_integer_too_long_to_write():
     arguments = l94_arguments()
     for _ in range(3):
-        with pytest.raises(ValueError, match="eps must be a number that a float can hold"):
+        with pytest.raises(ValueError, match="eps must be at most "):
             L94.function(**{**arguments, "eps": 10**5000})
