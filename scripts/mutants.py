@@ -55,7 +55,7 @@ LEFT_OUT = {
     "triton_kernels/linear.py tile_place": "the order of tiles is for speed",
 }
 #: What holds the chains from end to end.
-CHAINS = ["ops/test_modules.py", "ops/test_operators.py", "ops/test_reference.py", "test_shapes.py"]
+CHAINS = ["ops/test_modules.py", "ops/test_module_options.py", "ops/test_operators.py", "ops/test_reference.py", "test_shapes.py"]
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
@@ -70,6 +70,7 @@ TESTS = {
     "triton_kernels/tf32.py": ["triton_kernels/test_image_copy.py"],
     "ops/*.py": ["ops/test_arguments.py"],
     "ops/[bglmo]*.py": CHAINS,
+    "ops/checks.py": ["ops/test_numbers.py"],
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
     "ops/*conv*.py": [
         f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
