@@ -12,6 +12,7 @@ import triton
 
 from autotune_configs import lookup, reporting, sweep, tables
 from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, LinearChain
+from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.precompile import Precompiler
@@ -208,7 +209,7 @@ def _sweep(options: argparse.Namespace, parser: _Parser) -> int:
     problems = _problems(_cases(options, parser), options, parser, gpu)
     try:
         table = tables.user_path(gpu)
-        with tables.locked(table), contextlib.suppress(ValueError):  # what is no table is kept beside the new one
+        with locked(table), contextlib.suppress(ValueError):  # what is no table is kept beside the new one
             tables.entries_of(table, gpu)
     except OSError as error:
         parser.error(f"cannot write your tables: {error}")

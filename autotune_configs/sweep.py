@@ -22,6 +22,7 @@ import torch
 import triton
 
 from autotune_configs import lookup, tables
+from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS, Config
 from autotune_configs.problem import Problem
@@ -333,7 +334,7 @@ def sweep_and_store(
         try:
             path = journal_path(problem, gpu)
             # Where another sweep has it under way, it is done when our turn comes.
-            with tables.locked(path, patience=end - time.monotonic() + _LONGER):
+            with locked(path, patience=end - time.monotonic() + _LONGER):
                 known = _stored(problem, gpu)
                 is_known = known is not None and known.triton == triton.__version__
                 was_whole = is_known and not path.exists()

@@ -6,19 +6,17 @@ tables raises OSError instead, and leaves a file that it could not read as it is
 
 import contextlib
 import errno
-import fcntl
 import functools
 import itertools
 import json
 import os
 import stat
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autotune_configs.files import replace_file
+from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
@@ -26,10 +24,6 @@ from autotune_configs.problem import Problem
 _LARGEST_SIZE = 2**40
 #: Bytes of 13,000 entries, 25 times the H200's shipped ones, and a second to read: a larger file is not read.
 _LARGEST_TABLE = 2**22
-#: Seconds to wait for another process that writes a table, which takes milliseconds.
-_PATIENCE = 10.0
-#: Seconds between two tries to get a lock.
-_PAUSE = 0.02
 #: Characters of a warning, at most: what is wrong may be quoted.
 _LONGEST_WARNING = 600
 #: Names another folder for the user's own tables.
@@ -241,24 +235,3 @@ def render(gpu: Gpu, entries: list[Entry]) -> str:
     ordered = sorted(entries, key=lambda entry: (str(entry.problem).split(" ")[:-1], entry.problem.sizes))
     lines = ",\n".join("  " + json.dumps(entry.to_json()) for entry in ordered)
     return f'{{\n "gpu": {json.dumps(asdict(gpu))},\n "entries": [\n{lines}\n ]\n}}\n'
-
-
-@contextlib.contextmanager
-def locked(path: Path, patience: float | None = None) -> Iterator[None]:
-    """No other process holds this lock meanwhile; it ends with the process, however that ends.
-
-    Raises TimeoutError where another one holds it for longer than ``patience`` seconds (default: 10).
-    """
-    end = time.monotonic() + (_PATIENCE if patience is None else patience)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(path.name + ".lock")
-    with open(lock, "ab+", buffering=0) as file:  # for writing alone a FIFO would wait for a reader
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise TimeoutError(errno.ETIMEDOUT, "another process holds it", str(lock)) from None
-                time.sleep(_PAUSE)
-        yield

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autotune_configs import lookup, sweep, tables
+from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
@@ -364,6 +365,6 @@ def test_a_journal_that_is_no_file(bench):
 def test_another_sweep_that_does_not_end(bench, monkeypatch):
     """Where time is limited, so is the wait for it."""
     monkeypatch.setattr(sweep, "_LONGER", 0.0)
-    with tables.locked(sweep.journal_path(PROBLEM, GPU)):
+    with locked(sweep.journal_path(PROBLEM, GPU)):
         (result,) = run(bench, budget=0)  # the clock of the bench stands still
     assert not result.is_whole and "another process" in result.skipped

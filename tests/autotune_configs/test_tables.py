@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from autotune_configs import lookup, tables
+from autotune_configs import files, lookup, tables
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
@@ -322,7 +322,7 @@ def test_a_lock_that_is_not_let_go(folder, monkeypatch):
     """Of a process that was stopped: whoever stores gives up."""
     path = tables.user_path(GPU)
     tables.store(path, GPU, entry())
-    monkeypatch.setattr(tables, "_PATIENCE", 0.1)
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
     with open(path.with_name(path.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match=f"{path}.lock"):
