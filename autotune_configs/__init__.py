@@ -13,8 +13,8 @@ if TYPE_CHECKING:
         forget,
         group_norm_config,
         image_norm_config,
-        library_multiplies,
         linear_config,
+        prefers_cublas,
     )
     from autotune_configs.tuning import tune_unseen_problems
 
@@ -23,8 +23,8 @@ __all__ = [
     "forget",
     "group_norm_config",
     "image_norm_config",
-    "library_multiplies",
     "linear_config",
+    "prefers_cublas",
     "tune_unseen_problems",
 ]
 

@@ -1,14 +1,16 @@
-"""What all command lines share: the parser, argument types, and how a bad argument is answered."""
+"""What all command lines share: the parser, argument types, and how errors and warnings are told."""
 
 import argparse
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Leaves out the defaults that say nothing."""
+    """Shows defaults, but not None and False."""
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, False) else super()._get_help_string(action)
@@ -24,8 +26,25 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def called_as(package: str) -> str:
+    """How the user called this program: by a console script, or ``python -m package``."""
+    script = Path(sys.argv[0]).name
+    return script if script.startswith("normfuse-") else f"python -m {package}"
+
+
+@contextlib.contextmanager
+def plain_warnings(program: str) -> Iterator[None]:
+    """Print a warning as one line, without the line of code that gave it."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{program}: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argument type: names out of ``known``, separated by commas."""
+    """An argument type: some of the ``known`` names, separated by commas."""
     known = tuple(known)
 
     def parse(text: str) -> list[str]:
@@ -39,7 +58,7 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def positive(text: str) -> int:
-    """An argument type."""
+    """An argument type: a positive integer."""
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

@@ -344,3 +344,9 @@ KERNELS = {
         ),
     )
 }
+
+
+def config_of(values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
+    """The config with these values, or None if the kernel is unknown or they are not valid for the problem."""
+    kernel = KERNELS.get(problem.kernel)
+    return kernel.config_of(values, problem, gpu) if kernel else None

@@ -33,7 +33,7 @@ def product_seconds(tile: tuple[int, int], M: int, N: int, K: int, multiprocesso
 
 
 @functools.lru_cache(maxsize=4096)
-def library_is_faster(M: int, N: int, K: int, multiprocessors: int) -> bool:
+def cublas_is_faster(M: int, N: int, K: int, multiprocessors: int) -> bool:
     """Whether the library multiplies [M, K] @ [N, K].T on Hopper so much faster than any of the kernel's tiles would,
     that a pass over the result for all else costs less than it saves: where those leave the last wave half empty."""
     own = min(product_seconds(tile, M, N, K, multiprocessors) for tile in _OWN_TILES)

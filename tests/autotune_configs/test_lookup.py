@@ -59,7 +59,7 @@ def test_tiles_that_come_out_even(table):
     this problem is believed, though."""
     wide, square = LinearConfig(128, 256, 64), LinearConfig(128, 128, 64)
     table += [entry(wide, m=512, n=4608, k=4096), entry(square, m=256, n=16384, k=4096)]
-    assert find(m=512, n=4096, k=4096).config == square and find(m=512, n=4096, k=4096).comes_out_even
+    assert find(m=512, n=4096, k=4096).config == square and find(m=512, n=4096, k=4096).fills_last_wave
     assert find(m=1024, n=4096, k=4096).config == wide, "twice as many come out even with either"
     assert find(m=512, n=4096, k=1024, dtype="float16").entry is None
     table += [entry(wide, m=512, n=4096, k=4096)]
@@ -219,7 +219,7 @@ def test_public_names():
         "forget",
         "group_norm_config",
         "image_norm_config",
-        "library_multiplies",
         "linear_config",
+        "prefers_cublas",
         "tune_unseen_problems",
     ]

@@ -5,7 +5,7 @@ import torch
 
 import autotune_configs
 from autotune_configs import gpus
-from autotune_configs.prediction import library_is_faster, product_seconds
+from autotune_configs.prediction import cublas_is_faster, product_seconds
 from tests.autotune_configs.entries import GPU
 
 PROCESSORS = GPU.multiprocessors
@@ -53,9 +53,9 @@ def test_a_last_tile_takes_another_wave():
 )
 def test_whose_the_product_is(sizes, is_faster, monkeypatch):
     """On Hopper, where that was measured."""
-    assert library_is_faster(*sizes, PROCESSORS) is is_faster
+    assert cublas_is_faster(*sizes, PROCESSORS) is is_faster
     cpu = torch.device("cpu")
-    assert not autotune_configs.library_multiplies(*sizes, cpu)
+    assert not autotune_configs.prefers_cublas(*sizes, cpu)
     monkeypatch.setattr(gpus.Gpu, "of", lambda device: GPU)
     monkeypatch.setattr(gpus, "takes_hopper_kernels", lambda architecture: architecture == 90)
-    assert autotune_configs.library_multiplies(*sizes, cpu) is is_faster
+    assert autotune_configs.prefers_cublas(*sizes, cpu) is is_faster
