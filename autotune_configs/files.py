@@ -11,9 +11,9 @@ _PATIENCE = 10.0
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, and its folder if there is none, in one step: no reader, and no interruption, meets half of it.
+    """Write a file in one step, and make its folder. Nobody reads half of it, even if the writer is interrupted.
 
-    One process at a time. Raises OSError where that cannot be done; nothing is left behind then.
+    One process at a time may do this. Raises OSError if it fails, and then leaves nothing behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
