@@ -39,6 +39,10 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL, highlight=False)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _settings(config: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
@@ -62,7 +66,7 @@ class SweepReport:
         self._how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
         self._tried = 0
         self.results: list[Result] = []
-        self._console.print(f"{escape(gpu.name)}: {problems} problems, into {escape(str(table))}")
+        self._console.print(f"{escape(gpu.name)}: {_count(problems, 'problem')}, into {escape(str(table))}")
 
     def __enter__(self):
         self._progress.start()
@@ -78,7 +82,7 @@ class SweepReport:
     def add_outcome(self, outcome: Outcome) -> None:
         self._tried += 1
         problem = self._progress.tasks[self._task].description.split(" (")[0]
-        self._progress.update(self._task, description=f"{problem} ({self._tried} configs)")
+        self._progress.update(self._task, description=f"{problem} ({_count(self._tried, 'config')})")
         if outcome.is_wrong:
             self._console.print(f"[red]WRONG: {_settings(asdict(outcome.config))}: {escape(str(outcome.reason))}[/]")
 
@@ -101,7 +105,7 @@ class SweepReport:
         finally:
             unfinished = sum(not result.is_whole for result in self.results)
             if unfinished:
-                self._console.print(f"{unfinished} problems are not finished. {self._how_on} continues with them.")
+                self._console.print(f"Not finished: {_count(unfinished, 'problem')}. {self._how_on} continues.")
         return int(any(result.is_red for result in self.results))
 
 
@@ -110,7 +114,7 @@ def _line(result: Result) -> str:
         return f"{escape(str(result.problem))}: {escape(str(result.skipped))}"
     entry, refused = result.entry, sum(outcome.ratio is None for outcome in result.outcomes)
     text = f"{escape(str(result.problem))}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, "
-    text += f"of {len(result.outcomes)} configs ({refused} refused): {_settings(entry.config)}"
+    text += f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
     if result.error is not None:
         return f"{text}: {escape(str(result.skipped))}"
     return text + ("" if result.is_whole else " (so far)")
@@ -248,7 +252,9 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
                     precompiler.compile(of_one, on_compiled=add_compiled)
     except KeyboardInterrupt:
         ending = f", interrupted with {total - done} left"
-    console.print(f"{len(paths)} tables, {done} different launches compiled, {faults} faults{ending}")
+    console.print(
+        f"{_count(len(paths), 'table')}, {_count(done, 'kernel variant')} compiled, {_count(faults, 'fault')}{ending}"
+    )
     for note in notes:
         console.print(escape(note))
     return 130 if ending else int(faults > 0)

@@ -1,4 +1,4 @@
-"""The chains that are swept are those that the bench measures: their groups, target shapes and grid."""
+"""The chains of sweeps are those of the bench: groups, target shapes and grid."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_groups_and_targets():
 
 
 def test_the_product_normalises_what_a_tile_holds():
-    """Groups as wide as the widest tile, but none that are wider or no power of two."""
+    """Groups up to the widest tile, but no wider ones and only powers of two."""
     for group_size, is_held in ((WIDEST_TILE, True), (2 * WIDEST_TILE, False), (96, False)):
         chain = LinearChain("", "linear_group_norm_hardtanh", group_size)
         product, *others = chain.problems((8, 64, 2 * group_size), "bfloat16", ("forward",))

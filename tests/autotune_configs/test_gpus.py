@@ -66,8 +66,10 @@ CUDA_CORES = {
 
 
 def test_known_gpus():
-    """Each has the multiprocessors that its CUDA cores make, and shared memory that its architecture is known to have:
-    at least what a block may use on any (CUDA C++ Programming Guide)."""
+    """Multiprocessors agree with CUDA cores. Shared memory is at least what a block may use on any architecture.
+
+    (CUDA C++ Programming Guide)
+    """
     assert list(CUDA_CORES) == list(KNOWN)
     for name, (cores, of_one) in CUDA_CORES.items():
         gpu = Gpu.called(name)
@@ -76,7 +78,7 @@ def test_known_gpus():
 
 
 def test_without_a_gpu():
-    """What stands in for one has few multiprocessors, so that persistent kernels loop."""
+    """The stand-in has few multiprocessors, so that persistent kernels loop."""
     assert Gpu.of(torch.device("cpu")) == Gpu("cpu", 90, 3, SHARED_MEMORY[90])
 
 

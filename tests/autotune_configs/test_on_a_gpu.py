@@ -1,4 +1,4 @@
-"""On a GPU: a sweep and tuning in place, through the real clock, compilers and graphs."""
+"""On a GPU: a sweep and tuning on first use, with the real clock, compilers and graphs."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def stored():
 
 
 def test_a_sweep(folder, capsys):
-    """Forward and backward, with what compiles ahead in processes of its own."""
+    """Forward and backward, with configs compiled ahead in worker processes."""
     shape = f"{M}x{K}x{N}"
     status = cli.run(["sweep", "--names", "l94", "--dtypes", "bfloat16,float32", "--shapes", shape, "--processes", "2"])
     output = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What products take, roughly: beside what an H200 measured, and whose a product is therefore."""
+"""Predicted times of products: beside those measured on an H200, and the choice of cuBLAS."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ PROCESSORS = GPU.multiprocessors
     ],
 )
 def test_what_was_measured(tile, sizes, microseconds):
-    """L94's, or a bias's, in bfloat16."""
+    """Products of L94, or with a bias, in bfloat16."""
     assert 1e6 * product_seconds(tile, *sizes, PROCESSORS) == pytest.approx(microseconds, rel=0.25)
 
 
@@ -51,8 +51,8 @@ def test_a_last_tile_takes_another_wave():
         ((0, 8192, 8192), False),
     ],
 )
-def test_whose_the_product_is(sizes, is_faster, monkeypatch):
-    """On Hopper, where that was measured."""
+def test_who_computes_the_product(sizes, is_faster, monkeypatch):
+    """The choice is made on Hopper, where it was measured."""
     assert cublas_is_faster(*sizes, PROCESSORS) is is_faster
     cpu = torch.device("cpu")
     assert not autotune_configs.prefers_cublas(*sizes, cpu)
