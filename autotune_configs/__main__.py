@@ -1,5 +1,6 @@
 """The command line of ``python -m autotune_configs`` and ``normfuse-autotune``."""
 
+import os
 import sys
 
 
@@ -8,9 +9,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from autotune_configs import commands  # Ctrl-C is quiet, too, in the seconds that torch takes to load
 
-        return commands.run(arguments)
+        status = commands.run(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough: nothing more may be written, at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

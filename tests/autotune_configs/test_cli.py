@@ -355,6 +355,21 @@ def test_show_csv(folder, capsys):
     assert "block_m=" in last["config"] and not any(last[name] for name in ("table", "entry", "ratio", "date"))
 
 
+@pytest.mark.parametrize("command", ["show --csv", "sweep export -"])
+def test_a_reader_that_has_seen_enough(folder, command):
+    """As in ``show --csv | head -1``."""
+    tables.store(tables.user_path(GPU), GPU, entry())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autotune_configs", *command.split(), "--gpu", "h200"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    assert "rror" not in process.stderr.read() and process.wait() == 1
+
+
 def test_show_csv_has_notes_elsewhere(folder, capsys):
     assert program.main(["show", "--csv", *SMALL[1:], "4x32x8"]) == 0
     output, error = capsys.readouterr()
