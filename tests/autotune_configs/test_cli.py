@@ -563,12 +563,8 @@ def test_check_of_some_names(folder, capsys):
 @pytest.mark.offline
 def test_check_is_interrupted(folder, tmp_path):
     """By Ctrl-C in a terminal, which every process of the group gets: no traceback, and no process is left."""
-    for m in (2**power for power in range(4, 14)):
-        for n in (256, 512, 1024):
-            config = KERNELS["linear_bias"].heuristic(linear_problem(m=m, n=n, k=256), GPU)
-            tables.store(tables.user_path(GPU), GPU, entry(config, m=m, n=n, k=256))
     process = subprocess.Popen(
-        [sys.executable, "-m", "autotune_configs", "check", str(tables.user_path(GPU)), "--processes", "2"],
+        [sys.executable, "-m", "autotune_configs", "check", str(tables.shipped_path(GPU)), "--processes", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
         start_new_session=True,
         stdout=subprocess.PIPE,
