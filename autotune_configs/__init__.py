@@ -1,7 +1,7 @@
-"""Which block sizes to run a kernel with: the user's own table of this GPU, the shipped one, else a heuristic.
+"""The configs (block sizes and the like) that kernels run with: from tables of the GPU, or from a heuristic.
 
-``ops`` asks here. ``python -m autotune_configs`` makes, shows and checks tables. Nothing is tuned in passing unless
-``tune_unseen_problems`` says so.
+``ops`` looks them up here. ``python -m autotune_configs`` makes, shows, shares and checks tables. A call never tunes a
+kernel unless ``tune_unseen_problems`` is on.
 """
 
 from importlib import import_module
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
         forget,
         group_norm_config,
         image_norm_config,
-        library_multiplies,
         linear_config,
+        prefers_cublas,
     )
     from autotune_configs.tuning import tune_unseen_problems
 
@@ -23,14 +23,14 @@ __all__ = [
     "forget",
     "group_norm_config",
     "image_norm_config",
-    "library_multiplies",
     "linear_config",
+    "prefers_cublas",
     "tune_unseen_problems",
 ]
 
 
 def __getattr__(name: str):
-    """Load torch and triton when a function is asked for: the command line's modules do without them."""
+    """Load torch and triton when a function is first used: some modules of the command lines do without them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "autotune_configs.tuning" if name == "tune_unseen_problems" else "autotune_configs.lookup"

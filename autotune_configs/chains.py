@@ -1,4 +1,4 @@
-"""Which problems a chain consists of: for sweeps over whole chains."""
+"""The problems that a chain looks up, for sweeps over whole chains."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from autotune_configs.kernels import ELEMENT_SIZES
 from autotune_configs.problem import Problem
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS
 
-#: Sizes of a Linear chain, batch x in_features x out_features, and of L19.
+#: The sizes of a Linear chain and of the convolution's.
 LINEAR_FORM = ("batch", "in_features", "out_features")
 CONVOLUTION_FORM = ("batch", "in_channels", "out_channels", "height", "width", "kernel")
 LINEAR_TARGET = (1024, 8192, 8192)
 CONVOLUTION_TARGET = (128, 64, 64, 256, 256, 3)
-#: What models grow along, small problems first.
+#: Linear layers of growing models and batches, small problems first.
 GRID = tuple(
     sorted(
         (
@@ -30,20 +30,27 @@ PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class LinearChain:
-    """A chain behind a Linear layer: the kernel of its product, if that normalises groups of this size, and which
-    group norms it may need beside it."""
+    """A chain that begins with a Linear layer.
 
+    ``function`` is its name in ``ops``, ``product`` the kernel that computes all of it in one launch, and
+    ``group_size`` that of the target.
+    """
+
+    function: str
     product: str
     group_size: int
     form: tuple[str, ...] = LINEAR_FORM
     target: tuple[int, ...] = LINEAR_TARGET
 
     def problems(
-        self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], by_library: bool = False
+        self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], by_cublas: bool = False
     ) -> list[Problem]:
-        """Forward: the product, and, where no tile of it holds a group or the library may multiply (float32 as TF32), a
-        pass behind it; ``by_library``, that alone. Backward: the norm's pass and, for float32, the products of both
-        gradients."""
+        """What the passes look up.
+
+        Forward: the product, and a group norm where a second kernel may be needed. It is needed where no tile holds a
+        group, and where cuBLAS computes the product: always with ``by_cublas``, and possibly for float32 (as TF32).
+        Backward: the norm's pass and, for float32, the products of both gradients.
+        """
         M, K, N = sizes
         group_size = largest_divisor(N, self.group_size)
         precision = "highest" if dtype == "float32" else None
@@ -51,11 +58,11 @@ class LinearChain:
         if "forward" in passes:
             fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
             product, width = (self.product, group_size) if fused else ("linear_bias", 1)
-            if not by_library:
+            if not by_cublas:
                 found.append(Problem(product, dtype, (M, N, K, width), precision))
-            if by_library or not fused or dtype == "float32":
+            if by_cublas or not fused or dtype == "float32":
                 found.append(Problem("group_norm", dtype, (M, N, group_size)))
-        if "backward" in passes and self.product != "linear_group_norm_row_minimum":  # that has passes of its own
+        if "backward" in passes and self.product != "linear_group_norm_row_minimum":  # its own looks nothing up
             found.append(Problem("group_norm_backward", dtype, (M, N, group_size)))
             if dtype == "float32":
                 found.append(Problem("linear_bias", dtype, (M, K, N, 1), precision))
@@ -65,14 +72,15 @@ class LinearChain:
 
 @dataclass(frozen=True)
 class ConvolutionChain:
-    """L19: passes over images behind a convolution, and the portable kernel for that."""
+    """The chain that begins with a convolution: the portable kernel for it, and passes over its images."""
 
+    function: str
     group_size: int
     form: tuple[str, ...] = CONVOLUTION_FORM
     target: tuple[int, ...] = CONVOLUTION_TARGET
 
     def problems(self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...]) -> list[Problem]:
-        """z is channels_last where it is made directly; the library's z has the input's memory format."""
+        """What the passes look up. Our convolution's result is channels_last, cuDNN's has the input's memory format."""
         B, in_channels, channels, height, width, kernel = sizes
         height, width = height + kernel - 1, width + kernel - 1
         images = (B, channels, height * width, largest_divisor(channels, self.group_size))
@@ -98,8 +106,16 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 CHAINS: dict[str, LinearChain | ConvolutionChain] = {
-    "l94": LinearChain("linear_hardtanh_mish_group_norm", 32),
-    "l75": LinearChain("linear_group_norm_row_minimum", 16),
-    "l30": LinearChain("linear_group_norm_hardtanh", 512),
-    "l19": ConvolutionChain(8),
+    "l94": LinearChain("linear_hardtanh_mish_group_norm", "linear_hardtanh_mish_group_norm", 32),
+    "l75": LinearChain("linear_group_norm_min", "linear_group_norm_row_minimum", 16),
+    "l30": LinearChain("linear_group_norm_hardtanh", "linear_group_norm_hardtanh", 512),
+    "l19": ConvolutionChain("conv_transpose2d_gelu_group_norm", 8),
 }
+
+
+def kernels_of(name: str) -> set[str]:
+    """The kernels that a chain looks up, or the kernel of this name."""
+    if name not in CHAINS:
+        return {name}
+    chain = CHAINS[name]
+    return {problem.kernel for dtype in DTYPES for problem in chain.problems(chain.target, dtype, PASSES)}

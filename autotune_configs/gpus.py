@@ -1,11 +1,12 @@
 """What a config depends on in a GPU."""
 
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
 
-from autotune_configs.prediction import library_is_faster
+from autotune_configs.prediction import cublas_is_faster
 from triton_kernels.device import (
     SHARED_MEMORY,
     architecture,
@@ -18,8 +19,11 @@ from triton_kernels.hopper import takes_hopper_convolutions, takes_hopper_kernel
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's name as its driver gives it, compute capability (90 for 9.0), multiprocessors, and the bytes of shared
-    memory that one program may use."""
+    """A GPU as far as configs depend on it.
+
+    ``name`` is the driver's, ``architecture`` the compute capability (90 for 9.0), ``multiprocessors`` their number and
+    ``shared_memory`` the bytes that one program may use.
+    """
 
     name: str
     architecture: int
@@ -28,42 +32,53 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
-        """The GPU of a tensor; for tensors without one (interpreter, offline compilation) what stands in for it."""
+        """The GPU of a tensor. In the interpreter and in offline compilation, a stand-in."""
         return _of_cuda(device.index) if device.type == "cuda" else _of_other(device)
 
     @classmethod
     def called(cls, name: str) -> "Gpu":
-        """A GPU that need not be here, by its driver's name for it; ValueError for one that is not listed."""
-        for known, (arch, multiprocessors) in _KNOWN.items():
-            if known.lower() == name.lower():
-                return cls(known, arch, multiprocessors, SHARED_MEMORY[arch])
-        raise ValueError(f"unknown GPU {name!r}: it must be one of {', '.join(map(repr, _KNOWN))}")
+        """A listed GPU, which need not be here, by words of its name in any case and order: "h200", "a100 40gb".
+
+        Where no GPU has these words, parts of a name do. Raises ValueError unless exactly one GPU is meant: two of one
+        architecture and size may still differ, as in the speed of their memory.
+        """
+        words = _words(name)
+        meant = [known for known in KNOWN if set(words) <= set(_words(known))]
+        meant = meant or [known for known in KNOWN if "".join(words) in "".join(_words(known))]
+        if len(meant) != 1:
+            problem = "may be any" if meant else "is none"
+            raise ValueError(f"{name!r} {problem} of {', '.join(meant or KNOWN)}")
+        arch, multiprocessors = KNOWN[meant[0]]
+        return cls(meant[0], arch, multiprocessors, SHARED_MEMORY[arch])
 
     @property
     def splits_float32(self) -> bool:
-        """Whether float32 is multiplied as float16 parts (``triton_kernels.float32_split``): that looks nothing up."""
+        """Whether float32 operands are split into float16 ones (``triton_kernels.float32_split``).
+
+        Those kernels have fixed configs.
+        """
         return takes_hopper_kernels(self.architecture)
 
     @property
     def lacks_hopper_convolutions(self) -> bool:
-        """Whether this is a Hopper GPU whose convolutions the installed Triton cannot compile."""
+        """Whether this is a Hopper GPU and the installed Triton cannot compile its convolutions."""
         return takes_hopper_kernels(self.architecture) and not takes_hopper_convolutions(self.architecture)
 
-    def library_multiplies(self, M: int, N: int, K: int) -> bool:
-        """Whether [M, K] @ [N, K].T in 16 bits is better left to the library, with all else in a pass over its result.
+    def prefers_cublas(self, M: int, N: int, K: int) -> bool:
+        """Whether cuBLAS computes [M, K] @ [N, K].T in 16 bits, and a second kernel the rest of the chain.
 
-        No table has a say in it: sweeps time the kernels alone.
+        Tables do not decide this: sweeps only time the kernels.
         """
-        return takes_hopper_kernels(self.architecture) and library_is_faster(M, N, K, self.multiprocessors)
+        return takes_hopper_kernels(self.architecture) and cublas_is_faster(M, N, K, self.multiprocessors)
 
     @property
     def file_name(self) -> str:
-        """What a file about this GPU is called, without an ending."""
+        """The name of a file about this GPU, without its suffix."""
         return self.name.lower().replace(" ", "_").replace("/", "_")
 
 
-#: Architecture and multiprocessors (NVIDIA's data sheets), for what is asked about a GPU that is not here.
-_KNOWN = {
+#: Architecture and multiprocessors by name (NVIDIA's data sheets), for questions about a GPU that is not here.
+KNOWN = {
     "NVIDIA A100-SXM4-40GB": (80, 108),
     "NVIDIA A100-SXM4-80GB": (80, 108),
     "NVIDIA A100 80GB PCIe": (80, 108),
@@ -77,6 +92,10 @@ _KNOWN = {
     "NVIDIA B200": (100, 148),
     "NVIDIA GeForce RTX 5090": (120, 170),
 }
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
 
 
 def _of_other(device: torch.device) -> Gpu:

@@ -1,27 +1,29 @@
-"""Configs that are right everywhere, for GPUs and problems that no table knows."""
+"""Configs that run everywhere, for GPUs and problems that no table has."""
 
 from autotune_configs.gpus import Gpu
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.linear import LinearConfig
 
-#: The widest group that a tile of the GEMM can hold; wider ones are normalised by a second pass.
+#: The widest group that a tile of the product can hold. A second kernel normalises wider ones.
 WIDEST_TILE = 256
 
-#: (block_m, block_n, block_k, num_warps) by element size, the best first. For tensor cores that read shared memory
-#: (Hopper's wgmma, Blackwell's tcgen05) fed by tensor descriptors, measured on the H200. 64 x 256 is not one for
-#: float32: triton 3.7.1 compiles it to a bare trap for sm_100 ...
+#: Tiles (block_m, block_n, block_k, num_warps) by element size, the best first.
+#:
+#: These are for tensor cores that read shared memory (Hopper's wgmma, Blackwell's tcgen05), with operands loaded
+#: through tensor descriptors; measured on the H200. float32 has no 64 x 256: triton 3.7.1 compiles it for sm_100 to
+#: nothing but a trap.
 _SHARED_MEMORY_TILES = {
     2: ((128, 256, 64, 8), (128, 128, 64, 8), (64, 256, 32, 8), (64, 128, 64, 8), (64, 64, 64, 4), (64, 32, 64, 4)),
     4: ((128, 128, 32, 8), (32, 256, 16, 8), (64, 128, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)),
 }
-#: ... those for tensor cores that read registers ...
+#: Tiles for tensor cores that read registers.
 _REGISTER_TILES = {
     2: ((128, 128, 32, 8), (64, 256, 32, 8), (64, 64, 32, 4), (64, 32, 32, 4)),
     4: ((128, 64, 16, 8), (32, 256, 16, 8), (64, 64, 16, 4), (64, 32, 16, 4)),
 }
-#: ... and those for operands that come element by element, whose addresses take many registers: the largest tiles that
-#: spill none, or next to none, with any epilogue on any architecture (compiled offline, triton 3.7.1).
+#: Tiles for operands loaded element by element, whose addresses need many registers. These are the largest that spill
+#: nothing, or almost nothing, with any epilogue on any architecture (compiled offline, triton 3.7.1).
 _UNALIGNED_TILES = {
     2: ((64, 64, 32, 4), (64, 256, 32, 8), (64, 32, 32, 4)),
     4: ((64, 64, 16, 4), (32, 256, 16, 8), (64, 32, 16, 4)),
@@ -33,10 +35,11 @@ def is_power_of_two(number: int) -> bool:
 
 
 def heuristic_linear_config(element_size: int, M: int, N: int, K: int, group_size: int, gpu: Gpu) -> LinearConfig:
-    """The largest tile that fits shared memory and still gives every multiprocessor one.
+    """The largest tile that fits into shared memory and leaves no multiprocessor without a tile.
 
-    It holds whole groups where some tile can, unless that leaves half of the multiprocessors without one: then the norm
-    in a pass of its own costs less (1 x 2048 x 2048, groups of 128: 21 us in one kernel, 13 in two; H200).
+    It holds whole groups where a tile can. The exception is a problem whose tiles would then occupy less than half of
+    the multiprocessors: a second kernel for the norm is faster (1 x 2048 x 2048, groups of 128: 21 us in one kernel, 13
+    in two; H200).
     """
     narrowest = group_size if is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
     config = _largest_tile(element_size, M, N, K, narrowest, gpu)
@@ -46,7 +49,7 @@ def heuristic_linear_config(element_size: int, M: int, N: int, K: int, group_siz
 
 
 def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu: Gpu) -> LinearConfig:
-    """Of at least ``narrowest`` columns, and no larger than leaves every multiprocessor one, as far as that allows."""
+    """The largest tile of at least ``narrowest`` columns that gives every multiprocessor one, else the smallest."""
     if K * element_size % 16 != 0:
         tiles = _UNALIGNED_TILES
     elif 90 <= gpu.architecture < 120:
@@ -79,8 +82,8 @@ def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu
 def _stages(block_m: int, block_n: int, element_size: int, gpu: Gpu) -> tuple[tuple[int, int], ...]:
     """(num_stages, store_strips) to try, the best first.
 
-    On Hopper there is room for a fourth stage of the largest tiles where results are stored in halves: that takes 0.975
-    to 1.003 of the time at 256 to 4096 rows (H200).
+    On Hopper the largest tiles have room for a fourth stage if they are stored in two halves. That takes 0.975 to 1.003
+    of the time at 256 to 4096 rows (H200).
     """
     usual = (3, 1), (2, 1)
     largest = (block_m, block_n, element_size, gpu.architecture) == (128, WIDEST_TILE, 2, 90)
@@ -88,7 +91,7 @@ def _stages(block_m: int, block_n: int, element_size: int, gpu: Gpu) -> tuple[tu
 
 
 def heuristic_group_norm_config(M: int, C: int, group_size: int) -> GroupNormConfig:
-    """Tiles of four rows and 256 columns where groups allow, and about 512 programs in the backward pass.
+    """Tiles of four rows and 256 columns, unless groups are wider, and about 512 programs in the backward pass.
 
     Measured at 1024 x 8192 in bfloat16 on an H200: 38 us for groups of 32 and 37 us for groups of 512, the best of ten.
     """

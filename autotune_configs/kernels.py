@@ -1,7 +1,7 @@
-"""The kernels whose configs are looked up: which configs there are, which are valid for a problem, and where to begin.
+"""The kernels that have configs: their search spaces, the configs valid for a problem, and where a sweep starts.
 
-A search space gives the values of each field; a sweep starts from a few configs and goes on to the neighbours of the
-best, which differ from it by one step in one field.
+A search space lists the values of each field. A sweep starts from a few configs and continues with the neighbours of
+the best one. A neighbour differs by one step in one field.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,18 +22,18 @@ Config = LinearConfig | GroupNormConfig | ImageNormConfig | ConvolutionConfig
 
 ELEMENT_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-#: float32 values of a tile that a thread can hold beside all else.
+#: The most float32 values of a tile that a thread has registers for, beside all else.
 _MOST_VALUES_A_THREAD = 128
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel as the tables know it.
+    """One kernel, with what tables and sweeps need to know of it.
 
-    ``size_names`` are those of a problem's sizes, ``layouts`` how a problem's images may lie in memory. ``heuristic``
-    gives a config that is right for any problem, ``is_valid`` says whether another one is, ``space`` has the values of
-    each field to search, and ``starts`` the configs to begin with. ``seconds``, where there is such a rule, says how
-    long a problem of 16-bit numbers takes, roughly.
+    ``size_names`` names a problem's sizes. ``layouts`` lists the memory layouts that its images may have.
+    ``heuristic`` gives a config that is valid for any problem, and ``is_valid`` tells whether another one is. ``space``
+    has the values of each field to search, and ``starts`` the configs to start from. ``seconds`` roughly predicts the
+    time of a 16-bit problem; not every kernel has it.
     """
 
     name: str
@@ -47,14 +47,16 @@ class Kernel:
     seconds: Callable[[Any, Problem, Gpu], float] | None = None
 
     def predicted(self, configs: Iterable[Config], problem: Problem, gpu: Gpu) -> list[float]:
-        """How long a problem seems to take with each of the configs; empty where no rule says."""
+        """The predicted time with each of the configs; empty without a prediction."""
         if self.seconds is None or ELEMENT_SIZES[problem.dtype] != 2:
             return []
         return [self.seconds(config, problem, gpu) for config in configs]
 
     def config_of(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
-        """The config with these values, or None where it is not valid for the problem. A field that has a default may
-        be missing: it is younger than the table that the values are from."""
+        """The config with these values, or None if it is not valid for the problem.
+
+        A field with a default may be missing: a table can be older than the field.
+        """
         names = {field.name for field in fields(self.config_class)}
         needed = {field.name for field in fields(self.config_class) if field.default is MISSING}
         if not needed <= set(values) <= names or not self.takes(problem):
@@ -65,7 +67,7 @@ class Kernel:
         return config if config == self.heuristic(problem, gpu) else None
 
     def takes(self, problem: Problem) -> bool:
-        """Whether this is a problem of the kernel at all: its sizes, whole groups, dtype, precision and layout."""
+        """Whether the kernel has such problems: sizes, whole groups, dtype, precision and layout."""
         sizes = dict(zip(self.size_names, problem.sizes, strict=False))
         channels = sizes.get("n", sizes.get("channels", 0))
         return (
@@ -79,11 +81,11 @@ class Kernel:
         )
 
     def precision(self, dtype: str) -> str | None:
-        """That of its float32 products, if it multiplies."""
+        """The precision of its float32 products, None without any."""
         return "highest" if dtype == "float32" and self.config_class is LinearConfig else None
 
     def first_candidates(self, problem: Problem, gpu: Gpu) -> list[Config]:
-        """The heuristic's config, and those to start from that are valid."""
+        """The heuristic's config, and the valid ones of those to start from."""
         valid = (config for config in self.starts(problem) if self.is_valid(config, problem, gpu))
         return list(dict.fromkeys([self.heuristic(problem, gpu), *valid]))
 
@@ -105,16 +107,16 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 # Matrix products: [M, K] @ [N, K].T
 
-#: Within a block of K tensor cores add up themselves, and cut off what float32 does not hold; blocks are added in
-#: float32. A bias's gradient was off by 1.0e-7 with blocks of 32, 1.4e-7 of 64 and 2.6e-7 of 128 (L30, H200), and on
-#: positive data 64 is more than PyTorch's error allows.
+#: Within a block of K the tensor cores accumulate, and truncate to float32. Blocks are added in float32. The error of a
+#: bias's gradient was 1.0e-7 with blocks of 32, 1.4e-7 with 64 and 2.6e-7 with 128 (L30, H200). On positive data,
+#: blocks of 64 are less accurate than PyTorch.
 _DEEPEST_FLOAT32_BLOCK = 32
 
 _LINEAR_SIZES = ("m", "n", "k", "group_size")
 
 
 def _linear_heuristic(problem: Problem, gpu: Gpu) -> LinearConfig:
-    """The heuristic's tile, with as many of its stages as there is room for beside what the epilogue stages."""
+    """The heuristic's tile, with as many of its stages as fit beside what the epilogue keeps in shared memory."""
     M, N, K, group_size = problem.sizes
     element_size = ELEMENT_SIZES[problem.dtype]
     config = heuristic_linear_config(element_size, M, N, K, group_size, gpu)
@@ -129,14 +131,14 @@ def _linear_heuristic(problem: Problem, gpu: Gpu) -> LinearConfig:
 def _linear_is_valid(config: LinearConfig, problem: Problem, gpu: Gpu) -> bool:
     M, N, K, group_size = problem.sizes
     element_size = ELEMENT_SIZES[problem.dtype]
-    if K * element_size % 16 != 0:  # read without tensor descriptors, which the heuristic has tiles of its own for
+    if K * element_size % 16 != 0:  # loaded without tensor descriptors: only the heuristic has tiles for this
         return config == _linear_heuristic(problem, gpu)
     if 1 < group_size <= WIDEST_TILE and _linear_heuristic(problem, gpu).holds_groups_of(group_size):
         if not config.holds_groups_of(group_size):
             return False
     if element_size == 4 and config.block_k > _DEEPEST_FLOAT32_BLOCK:
         return False
-    # Rows that are not aligned are stored through pointers, whole; of the heuristic's tile that is known to fit.
+    # Unaligned rows are stored through pointers, in one strip. The heuristic's tile is known to fit even so.
     staging = config
     if N * element_size % 16 != 0 and config != _linear_heuristic(problem, gpu):
         staging = replace(config, store_strips=1)
@@ -153,14 +155,14 @@ def _linear_is_valid(config: LinearConfig, problem: Problem, gpu: Gpu) -> bool:
 
 
 def _staged_columns(problem: Problem) -> int | None:
-    """What an epilogue stages of each row, if not its part of the output: of a row minimum its group, in float32."""
+    """Columns that an epilogue stages of each row, None for its part of the output. A row minimum stages a group."""
     if problem.kernel == "linear_group_norm_row_minimum":
         return problem.sizes[3] * 4 // ELEMENT_SIZES[problem.dtype]
     return None
 
 
 def _linear_starts(problem: Problem) -> Iterable[LinearConfig]:
-    """A tile of each shape. Few rows leave little to do but to read the weights, as many bytes under way as can be."""
+    """A tile of each shape. With few rows a kernel mostly loads weights: deep blocks keep many bytes in flight."""
     M = problem.sizes[0]
     element_size = ELEMENT_SIZES[problem.dtype]
     tallest = max(16, next_power_of_2(M))
@@ -344,3 +346,9 @@ KERNELS = {
         ),
     )
 }
+
+
+def config_of(values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
+    """The config with these values, or None if the kernel is unknown or they are not valid for the problem."""
+    kernel = KERNELS.get(problem.kernel)
+    return kernel.config_of(values, problem, gpu) if kernel else None

@@ -1,4 +1,4 @@
-"""From a problem and a GPU to a config, on the host: the exact entry, the nearest, or the heuristic's."""
+"""Look up the config for a problem on a GPU: the problem's own entry, the nearest entry's, or the heuristic's."""
 
 import functools
 import math
@@ -20,34 +20,38 @@ from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
-#: An entry further away than this, in doublings of all sizes together, says nothing about a problem.
+#: The farthest that an entry may be from a problem, in doublings summed over all sizes.
 _NEAR = 3.0
-#: A config of an entry up to twice as far away takes the place of the nearest one's, or of the heuristic's, if it seems
-#: to take less than this part of the time. (Raced at 32 rows and up, though what is predicted is truer from 128 on.)
+#: An entry up to twice as far away is used if its config's predicted time is below this part of the nearest one's, or
+#: of the heuristic's. (Measured from 32 rows on; the prediction is best from 128 rows on.)
 _WORTHWHILE = 0.9
 _generation = 0
 
 
 @dataclass(frozen=True)
 class Found:
-    """A config, and where it is from: a table's entry, or None for the heuristic; ``table`` is the entry's file, and
-    ``comes_out_even`` says that it took the place of a nearer one, or the heuristic's, whose tiles do not."""
+    """A config, and where it is from.
+
+    ``entry`` is the table's entry, or None for the heuristic's config, and ``table`` the entry's file.
+    ``fills_last_wave`` says that it was preferred to a nearer one for that reason.
+    """
 
     config: Config
     entry: Entry | None = None
     table: str | None = None
-    comes_out_even: bool = False
+    fills_last_wave: bool = False
 
     def is_of(self, gpu: Gpu) -> bool:
-        """Whether it is from one of the GPU's own tables."""
+        """Whether it is from a table for just this GPU."""
         return self.table is not None and Path(self.table).name == tables.shipped_path(gpu).name
 
 
 def find(problem: Problem, gpu: Gpu) -> Found:
-    """The config for a problem: the user's entry for just this problem, the shipped one, the nearest of all entries of
-    the same kernel, dtype, precision and layout that is valid here, or the heuristic's.
+    """The config for a problem.
 
-    Where those tiles do not come out even, another entry's that do take their place (``Kernel.seconds``).
+    It is the first of these: the user's entry for just this problem, the shipped one, the nearest valid entry of the
+    same kernel, dtype, precision and layout, the heuristic's. If its tiles leave the last wave partly empty, another
+    entry may be predicted to be faster (``Kernel.seconds``), and is used.
     """
     kernel = KERNELS[problem.kernel]
     candidates: list[Found] = []
@@ -61,13 +65,15 @@ def find(problem: Problem, gpu: Gpu) -> Found:
         candidates.insert(0, Found(kernel.heuristic(problem, gpu)))
     seconds = kernel.predicted([each.config for each in candidates], problem, gpu)
     if seconds and min(seconds) < _WORTHWHILE * seconds[0]:
-        return replace(candidates[seconds.index(min(seconds))], comes_out_even=True)
+        return replace(candidates[seconds.index(min(seconds))], fills_last_wave=True)
     return candidates[0]
 
 
 def _valid_entries(problem: Problem, gpu: Gpu, farthest: float) -> Iterator[tuple[float, Found]]:
-    """Those of its kind whose configs are valid for a problem, with their distances, the nearest first; of those that
-    are equally near, the user's own."""
+    """The entries of a problem's kind with a valid config, and their distances.
+
+    The nearest comes first. Of equally near ones the user's own comes first.
+    """
     entries, logarithms = _entries(gpu).get(_kind(problem), ([], np.empty((0, len(problem.sizes)))))
     distances = np.abs(logarithms - _logarithms(problem.sizes)).sum(1)
     for place in np.argsort(distances, kind="stable"):
@@ -80,8 +86,11 @@ def _valid_entries(problem: Problem, gpu: Gpu, farthest: float) -> Iterator[tupl
 
 
 def known_configs(problem: Problem, gpu: Gpu) -> list[Config]:
-    """What tables say of a problem, for a sweep to begin with: the config that would be used, where it is from an
-    entry, and those of entries for the same problem in another dtype of as many bytes."""
+    """The configs that tables have for a problem, for a sweep to begin with.
+
+    These are the config that a lookup finds, if it is an entry's, and those of entries for the same problem in another
+    dtype of the same size.
+    """
     found = find(problem, gpu)
     configs: list[Config | None] = [found.config] if found.entry else []
     kernel = KERNELS[problem.kernel]
@@ -95,15 +104,12 @@ def known_configs(problem: Problem, gpu: Gpu) -> list[Config]:
 
 @functools.cache
 def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]]:
-    """All entries for a GPU with the tables that they are from, and the logarithms of their sizes [entries, sizes], by
-    what is no size; the user's own first."""
+    """All entries for a GPU by kind: each with the table it is from, and the logarithms of their sizes.
+
+    The logarithms have shape [entries, sizes]. The user's own entries come first.
+    """
     found: dict[tuple, list[tuple[Entry, str]]] = {}
-    paths: list[tuple[Path, Gpu]] = []
-    with tables.skipping():
-        paths.append((tables.user_path(gpu), gpu))
-    with tables.skipping():
-        paths += tables.shipped_for(gpu)
-    for path, its_gpu in paths:
+    for path, its_gpu in tables.searched(gpu):
         for entry in tables.read(path, its_gpu):
             kernel = KERNELS.get(entry.problem.kernel)
             if kernel and kernel.takes(entry.problem):
@@ -134,12 +140,12 @@ def _problem(kernel: str, dtype: torch.dtype, *others) -> Problem:
 
 
 def generation() -> int:
-    """How often the tables have changed: a config found in an earlier generation may be another now."""
+    """How often the tables have changed. A config that was found in an earlier generation may be outdated."""
     return _generation
 
 
 def forget() -> None:
-    """Read the tables again at the next call: one of them, or where they are, has changed."""
+    """Read the tables again at the next call, because one of them, or their folder, has changed."""
     global _generation
     _generation += 1
     tables.read.cache_clear()
@@ -155,25 +161,25 @@ def _resolve(
     precision: str | None = None,
     layout: str | None = None,
 ) -> Any:
-    """A config of the kernel's own class."""
+    """The config for a problem, of the kernel's config class. Tunes the problem first if that is switched on."""
     if tuning.is_on():
         if tuning.tune_unseen(_problem(kernel, dtype, sizes, precision, layout), device):
             forget()
     return _config(Gpu.of(device), kernel, dtype, sizes, precision, layout)
 
 
-def library_multiplies(M: int, N: int, K: int, device: torch.device) -> bool:
-    """``Gpu.library_multiplies`` of the device."""
-    return Gpu.of(device).library_multiplies(M, N, K)
+def prefers_cublas(M: int, N: int, K: int, device: torch.device) -> bool:
+    """Whether cuBLAS computes [M, K] @ [N, K].T in 16 bits on this device (``Gpu.prefers_cublas``)."""
+    return Gpu.of(device).prefers_cublas(M, N, K)
 
 
 def linear_config(
     kernel: str, dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
 ) -> LinearConfig:
-    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, for the epilogue that ``kernel`` names.
+    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, with the epilogue that ``kernel`` names.
 
-    Where the epilogue normalises groups of ``group_size`` columns, the tile holds them whole if any tile can: ask
-    ``LinearConfig.holds_groups_of``.
+    If the epilogue normalises groups of ``group_size`` columns, the tile holds whole groups where any tile can.
+    ``LinearConfig.holds_groups_of`` tells.
     """
     return _resolve(device, kernel, dtype, (M, N, K, group_size), "highest" if dtype == torch.float32 else None)
 

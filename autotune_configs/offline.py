@@ -1,6 +1,6 @@
-"""Compile what a launcher would run, for any NVIDIA architecture, without a GPU.
+"""Compile the kernels that a launcher would run, for any NVIDIA architecture, without a GPU.
 
-``compile_launches`` calls the launcher itself on tensors of the "meta" device, so that what is compiled is exactly what
+``compile_launches`` calls the launcher itself on tensors of the "meta" device. So it compiles exactly the kernels that
 would be launched: the same loads, specialisations and options.
 """
 
@@ -36,7 +36,7 @@ class CompiledLaunch:
 
 
 class _OfflineDriver:
-    """Stands in for the CUDA driver where Triton asks which device it compiles for."""
+    """Replaces the CUDA driver where Triton asks for the device to compile for."""
 
     def __init__(self, arch: int):
         self._arch = arch

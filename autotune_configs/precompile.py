@@ -1,11 +1,12 @@
-"""Compile configs ahead, many at a time and without the GPU: which of them are not worth running.
+"""Compile configs ahead of time, in several processes and without the GPU, to find those not worth running.
 
-What is compiled lands in Triton's cache on disk, where the launch on the GPU finds it.
+The compiled kernels land in Triton's cache on disk, where the launch on the GPU finds them.
 """
 
-import multiprocessing
+import contextlib
 import os
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 import torch
@@ -14,17 +15,20 @@ from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import Config
 from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
+from autotune_configs.worker_pool import WorkerPool
 from autotune_configs.workloads import workload_of
 
 Launch = tuple[Problem, Config]
 
-#: Bytes a thread may spill beyond what the heuristic's config does.
+#: Bytes that a thread may spill beyond what it spills with the heuristic's config.
 _MORE_SPILLED_BYTES = 64
 
 
 def compile_config(problem: Problem, config: Config, gpu: Gpu, all_launches: bool = True) -> tuple[int, str | None]:
-    """Bytes spilled by a thread, at most, over all kernels that are launched; and what keeps it from running, if any
-    does. ``all_launches``: also those that keep more for the backward pass."""
+    """The bytes that a thread spills, at most over all kernels launched, and why the config cannot run, or None.
+
+    ``all_launches``: also the launches that save values for the backward pass.
+    """
 
     def launch():
         workload = workload_of(problem, torch.device("meta"))
@@ -40,39 +44,48 @@ def compile_config(problem: Problem, config: Config, gpu: Gpu, all_launches: boo
 
 
 class Precompiler:
-    """Processes that compile for one GPU; a context manager."""
+    """Compiles for one GPU in worker processes; a context manager that ends them."""
 
     def __init__(self, gpu: Gpu, processes: int | None = None):
         self._gpu = gpu
         self._processes = processes or len(os.sched_getaffinity(0))
-        self._pool: ProcessPoolExecutor | None = None
+        self._pools = contextlib.ExitStack()
+        self._pool: WorkerPool | None = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pools.close()
 
-    def _start(self, processes: int) -> ProcessPoolExecutor:
-        # Not forked: a process with a CUDA context or threads cannot be.
-        return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-
-    def compile(self, launches: list[Launch], all_launches: bool = True) -> dict[Launch, tuple[int, str | None]]:
-        """What ``compile_config`` says of each."""
+    def compile(
+        self,
+        launches: list[Launch],
+        all_launches: bool = True,
+        on_compiled: Callable[[Launch, str | None], object] = lambda launch, fault: None,
+    ) -> dict[Launch, tuple[int, str | None]]:
+        """What ``compile_config`` says of each launch. ``on_compiled`` is called after each, with what is wrong."""
         if self._pool is None:
-            self._pool = self._start(self._processes)
+            self._pool = self._pools.enter_context(WorkerPool(self._processes))
+        found = {}
         try:
             futures = {
-                launch: self._pool.submit(compile_config, *launch, self._gpu, all_launches) for launch in launches
+                self._pool.submit(compile_config, *launch, self._gpu, all_launches): launch for launch in launches
             }
-            return {launch: future.result() for launch, future in futures.items()}
-        except BrokenProcessPool:  # a compiler that dies takes the pool along: find out over which
+            for future in as_completed(futures):
+                launch = futures[future]
+                found[launch] = future.result()
+                on_compiled(launch, found[launch][1])
+        except BrokenProcessPool:  # a compiler that crashes breaks the pool: find out on which launch
             self._pool = None
-            return {launch: self._compile_alone(launch, all_launches) for launch in launches}
+            for launch in launches:
+                if launch not in found:
+                    found[launch] = self._compile_alone(launch, all_launches)
+                    on_compiled(launch, found[launch][1])
+        return {launch: found[launch] for launch in launches}
 
     def _compile_alone(self, launch: Launch, all_launches: bool) -> tuple[int, str | None]:
-        with self._start(1) as pool:
+        with WorkerPool(1) as pool:
             try:
                 return pool.submit(compile_config, *launch, self._gpu, all_launches).result()
             except BrokenProcessPool:
@@ -81,7 +94,7 @@ class Precompiler:
     def refused(
         self, problem: Problem, default: Config, configs: list[Config], all_launches: bool = False
     ) -> dict[Config, str]:
-        """The configs that are not to be run, and why: they do not compile or fit, or spill more than the default."""
+        """The configs not to run, with the reason: they do not compile, do not fit, or spill more than the default."""
         compiled = self.compile([(problem, config) for config in dict.fromkeys([default, *configs])], all_launches)
         allowed = compiled[problem, default][0] + _MORE_SPILLED_BYTES
         refused = {}

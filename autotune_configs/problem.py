@@ -1,14 +1,15 @@
-"""What a config is looked up by."""
+"""A problem: the key that a config is looked up by."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One launch: the kernel by its name in ``autotune_configs.kernels.KERNELS``, and what it is launched for.
+    """One launch of a kernel.
 
-    ``sizes`` are in the order of the kernel's ``size_names``. ``dtype`` is the tensors' ("bfloat16"), ``precision``
-    that of float32 products ("highest"), None for all else; ``layout`` that of images in memory, None for matrices.
+    ``kernel`` is its name in ``autotune_configs.kernels.KERNELS``, and ``sizes`` are in the order of its
+    ``size_names``. ``dtype`` is the tensors' ("bfloat16"). ``precision`` is that of float32 products ("highest"), else
+    None. ``layout`` is the memory layout of images, None for matrices.
     """
 
     kernel: str

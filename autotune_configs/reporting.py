@@ -1,5 +1,6 @@
 """What ``python -m autotune_configs`` prints."""
 
+import csv
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,40 +11,62 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS, Config
+from autotune_configs.chains import CHAINS, DTYPES, PASSES
+from autotune_configs.gpus import KNOWN, Gpu
+from autotune_configs.kernels import KERNELS, Config, config_of
 from autotune_configs.lookup import Found
-from autotune_configs.precompile import Precompiler
+from autotune_configs.precompile import Launch, Precompiler
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import DeviceLost, Outcome, Result
-from autotune_configs.tables import read_strictly
+from autotune_configs.tables import read_strictly, searched, shipped_folder
 
 _WIDTH_WHEN_NO_TERMINAL = 160
+#: What the names of sizes mean, for readers of ``show --list``.
+SIZES = {
+    "batch": "rows of the input",
+    "in_features, out_features": "of the Linear layer",
+    "in_channels, out_channels": "of the convolution",
+    "height, width": "of the input's images for a chain, of the output's for a kernel",
+    "kernel": "height and width of the convolution's kernel",
+    "tap_rows, tap_columns": "height and width of the convolution's kernel",
+    "m, n, k": "of the product [m, k] @ [n, k].T (batch, out_features, in_features), or of a matrix [m, n]",
+    "group_size": "neighbouring channels in a group of the norm; 1 for linear_bias",
+    "samples, channels, pixels": "of images; pixels = height x width",
+}
 
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL, highlight=False)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _settings(config: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
 
-class SweepReport:
-    """A line for each problem, and a bar with the time left; a context manager.
+def _progress(console: Console) -> Progress:
+    """A bar with the time left, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
-    The sweep goes on where it was when its command runs again, without the options ``dropped``.
+
+class SweepReport:
+    """Prints a line for each problem, and a progress bar; a context manager.
+
+    The sweep continues where it was when its command runs again without the options ``dropped``.
     """
 
     def __init__(self, gpu: Gpu, table: Path, problems: int, dropped: list[str]):
         self._console = _console()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._progress = _progress(self._console)
         self._task = self._progress.add_task("", total=problems)
         self._how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
         self._tried = 0
         self.results: list[Result] = []
-        self._console.print(f"{escape(gpu.name)}: {problems} problems, into {escape(str(table))}")
+        self._console.print(f"{escape(gpu.name)}: {_count(problems, 'problem')}, into {escape(str(table))}")
 
     def __enter__(self):
         self._progress.start()
@@ -59,7 +82,7 @@ class SweepReport:
     def add_outcome(self, outcome: Outcome) -> None:
         self._tried += 1
         problem = self._progress.tasks[self._task].description.split(" (")[0]
-        self._progress.update(self._task, description=f"{problem} ({self._tried} configs)")
+        self._progress.update(self._task, description=f"{problem} ({_count(self._tried, 'config')})")
         if outcome.is_wrong:
             self._console.print(f"[red]WRONG: {_settings(asdict(outcome.config))}: {escape(str(outcome.reason))}[/]")
 
@@ -69,20 +92,20 @@ class SweepReport:
         self._console.print(_line(result))
 
     def run(self, sweep: Callable[[], object]) -> int:
-        """The exit status: 1 where a result was wrong, 130 where the user interrupted."""
+        """The exit status: 1 if a result was wrong, 130 if the user interrupted."""
         try:
             sweep()
         except KeyboardInterrupt:
-            self._console.print(f"Interrupted. {self._how_on} goes on from here.")
+            self._console.print(f"Interrupted. {self._how_on} continues from here.")
             return 130
         except DeviceLost as error:
-            self._console.print(f"[red]the GPU answers nothing any more, after {escape(str(error))}[/]")
-            self._console.print(f"{self._how_on} goes on after it, in a new process.")
+            self._console.print(f"[red]The GPU no longer answers, after {escape(str(error))}[/]")
+            self._console.print(f"{self._how_on} continues after this config, in a new process.")
             return 1
         finally:
-            late = sum(not result.is_whole for result in self.results)
-            if late:
-                self._console.print(f"{late} problems are not finished. {self._how_on} goes on with them.")
+            unfinished = sum(not result.is_whole for result in self.results)
+            if unfinished:
+                self._console.print(f"Not finished: {_count(unfinished, 'problem')}. {self._how_on} continues.")
         return int(any(result.is_red for result in self.results))
 
 
@@ -91,14 +114,14 @@ def _line(result: Result) -> str:
         return f"{escape(str(result.problem))}: {escape(str(result.skipped))}"
     entry, refused = result.entry, sum(outcome.ratio is None for outcome in result.outcomes)
     text = f"{escape(str(result.problem))}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, "
-    text += f"of {len(result.outcomes)} configs ({refused} refused): {_settings(entry.config)}"
+    text += f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
     if result.error is not None:
         return f"{text}: {escape(str(result.skipped))}"
     return text + ("" if result.is_whole else " (so far)")
 
 
 def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None:
-    """One line a problem, and what no config says: ``notes``."""
+    """Print one row per problem, the tables that they are from, and ``notes``."""
     table = Table(title=escape(gpu.name), title_justify="left")
     for column in ("problem", "config", "from"):
         table.add_column(column, overflow="fold")
@@ -106,49 +129,139 @@ def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None
         table.add_row(escape(str(problem)), _settings(asdict(each.config)), escape(_origin(problem, each)))
     console = _console()
     console.print(table)
-    for note in notes:
-        console.print(escape(note))
+    paths = dict.fromkeys(each.table for _, each in found if each.table)
+    for line in [*(f"{_table_name(path)}: {path}" for path in paths), *notes]:
+        console.print(escape(line))
+
+
+def show_csv(gpu: Gpu, found: list[tuple[Problem, Found]]) -> None:
+    """Print the same as CSV: the problem, its config, and the entry that the config is from."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    problem_columns = ("kernel", "dtype", "precision", "layout", "sizes")
+    measured = ("ratio", "microseconds", "triton", "date")
+    writer.writerow(("gpu", *problem_columns, "config", "source", "table", "entry", *measured))
+    for problem, each in found:
+        texts = {**asdict(problem), "sizes": _joined(problem.sizes)}
+        entry = [_joined(each.entry.problem.sizes)] if each.entry else [""]
+        entry += [getattr(each.entry, name, "") for name in measured]
+        config = _settings(asdict(each.config)), _source(problem, each)
+        writer.writerow((gpu.name, *(texts[name] for name in problem_columns), *config, each.table or "", *entry))
 
 
 def _origin(problem: Problem, found: Found) -> str:
-    if found.entry is None:
+    if found.entry is None or found.table is None:
         return "heuristic: no table has an entry near it"
     entry = found.entry
-    which = "an entry whose tiles come out even" if found.comes_out_even else "nearest entry"
-    how = "its own entry" if entry.problem == problem else f"{which}, {'x'.join(map(str, entry.problem.sizes))}"
-    return f"{how}, {entry.ratio:.3f} x heuristic, triton {entry.triton}, {entry.date}: {found.table}"
+    where = "" if entry.problem == problem else f" {_joined(entry.problem.sizes)}"
+    measured = f"{entry.ratio:.3f} x heuristic, triton {entry.triton}, {entry.date}"
+    return f"{_table_name(found.table)}, {_source(problem, found)}{where}: {measured}"
 
 
-def check(paths: list[Path], processes: int) -> int:
-    """Compile what the tables hold; the exit status, 1 if an entry does not compile or fit."""
-    console, compiled, faults = _console(), 0, []
+def _source(problem: Problem, found: Found) -> str:
+    if found.entry is None:
+        return "heuristic"
+    if found.entry.problem == problem:
+        return "this problem"
+    return "fuller last wave" if found.fills_last_wave else "nearest entry"
+
+
+def _table_name(path: str) -> str:
+    return f"{'shipped' if Path(path).parent == shipped_folder() else 'your own'} {Path(path).stem}"
+
+
+def _joined(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def list_what_can_be_shown() -> None:
+    """Print the names that commands take: chains, kernels, sizes, dtypes, passes and GPUs."""
+    console = _console()
+    chains = _table("chain", "function in ops", "sizes", "target shape")
+    for name, chain in CHAINS.items():
+        chains.add_row(name, chain.function, " x ".join(chain.form), _joined(chain.target))
+    kernels = _table("kernel", "sizes")
+    for name, kernel in KERNELS.items():
+        kernels.add_row(name, " x ".join(kernel.size_names))
+    sizes = _table("size", "meaning")
+    for name, meaning in SIZES.items():
+        sizes.add_row(name, escape(meaning))
+    gpus = _table("GPU", "tables")
+    for name in KNOWN:
+        gpu = Gpu.called(name)
+        files = [str(path) for path, _ in searched(gpu) if path.is_file()]
+        gpus.add_row(escape(name), ", ".join(map(_table_name, files)) or "none")
+    for table in (chains, kernels, sizes, gpus):
+        console.print(table)
+        console.print()
+    console.print("--gpu takes words or parts of a name that no other GPU has: h200, l4, 'a100 40gb'.\n")
+    console.print(f"dtypes: {', '.join(DTYPES)}\npasses: {', '.join(PASSES)}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column not in ("sizes", "meaning"))
+    return table
+
+
+def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: list[str]) -> int:
+    """Compile the tables' entries, of these kernels or all, and print what is wrong and ``notes``.
+
+    Returns the exit status: 1 if an entry is not valid, does not compile or does not fit, 130 if the user interrupted.
+    """
+    console = _console()
+    done, faults = 0, 0
+
+    def add_fault(text: str) -> None:
+        nonlocal faults
+        faults += 1
+        console.print(f"[red]{escape(text)}[/]")
+
+    work = []
     for path in paths:
         try:
             gpu, entries = read_strictly(path)
         except (OSError, ValueError) as error:
-            faults.append(f"{path}: {error}")
+            add_fault(f"{path}: {getattr(error, 'strerror', None) or error}")
             continue
-        launches: dict[tuple, tuple[Problem, Config]] = {}
+        launches: dict[tuple, Launch] = {}
         for entry in entries:
-            kernel = KERNELS.get(entry.problem.kernel)
-            config = kernel.config_of(entry.config, entry.problem, gpu) if kernel else None
-            if config is None:
-                faults.append(f"{path}: {entry.problem}: {_settings(entry.config)} is no valid config")
-            else:
-                launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
-        with Precompiler(gpu, processes) as precompiler:
-            for (problem, config), (_, fault) in precompiler.compile(list(launches.values())).items():
-                if fault:
-                    faults.append(f"{path}: {problem}: {_settings(asdict(config))}: {fault}")
-        compiled += len(launches)
-    for fault in faults:
-        console.print(f"[red]{escape(fault)}[/]")
-    console.print(f"{len(paths)} tables, {compiled} different launches compiled, {len(faults)} faults")
-    return int(bool(faults))
+            if kernels is None or entry.problem.kernel in kernels:
+                config = config_of(entry.config, entry.problem, gpu)
+                if config is None:
+                    add_fault(f"{path}: {entry.problem}: {_settings(entry.config)} is no valid config")
+                else:
+                    launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
+        work.append((path, gpu, list(launches.values())))
+    total = sum(len(of_one) for _, _, of_one in work)
+    ending = ""
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("", total=total)
+            for path, gpu, of_one in work:
+                progress.update(task, description=escape(path.name))
+
+                def add_compiled(launch: Launch, fault: str | None, path: Path = path) -> None:
+                    nonlocal done
+                    done += 1
+                    progress.advance(task)
+                    if fault:
+                        add_fault(f"{path}: {launch[0]}: {_settings(asdict(launch[1]))}: {fault}")
+
+                with Precompiler(gpu, processes) as precompiler:
+                    precompiler.compile(of_one, on_compiled=add_compiled)
+    except KeyboardInterrupt:
+        ending = f", interrupted with {total - done} left"
+    console.print(
+        f"{_count(len(paths), 'table')}, {_count(done, 'kernel variant')} compiled, {_count(faults, 'fault')}{ending}"
+    )
+    for note in notes:
+        console.print(escape(note))
+    return 130 if ending else int(faults > 0)
 
 
 def _compiled_as(problem: Problem, config: Config) -> tuple:
-    """What a compiled kernel depends on: of sizes, whether they are 1 or multiples of 16, and the width of groups."""
+    """What a compiled kernel depends on: of the sizes, whether they are 1 or multiples of 16, and a group's width."""
     sizes = tuple((size == 1, size % 16 == 0) for size in problem.sizes)
-    widths = problem.sizes[-2:] if problem.kernel == "convolution" else problem.sizes[-1:]  # taps, or groups
+    widths = problem.sizes[-2:] if problem.kernel == "convolution" else problem.sizes[-1:]  # taps, or the group
     return problem.kernel, problem.dtype, problem.precision, problem.layout, config, sizes, widths

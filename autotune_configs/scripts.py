@@ -9,8 +9,8 @@ from pathlib import Path
 def bench() -> int:
     """Run ``python -m bench``, unless another project's package of that name would run in its place.
 
-    This is not in ``bench``, which may be the other one, nor in ``ops``: importing that loads Triton, and the bench
-    first decides whether Triton interprets.
+    This function cannot be in ``bench``, which may be the other project's. Nor can it be in ``ops``, which loads
+    Triton: the bench must first choose between Triton's compiler and its interpreter.
     """
     spec = importlib.util.find_spec("bench")
     if spec is None or not spec.origin or not (Path(spec.origin).parent / "peers.py").is_file():

@@ -1,9 +1,9 @@
-"""The sweep: for each problem the config that is fastest among those that are right.
+"""The sweep: find the fastest correct config for each problem.
 
-It starts from a few configs, among them what tables say of the problem, and goes on to the neighbours of the best,
-until none of them is faster; a quick one only tries the heuristic's config and the tables'. Every config is
-compiled first, without the GPU; what does not fit or spills many registers is not run. Then its results are checked
-against float64, and it is timed in turn with the heuristic's config, so that a GPU that slows as it warms slows both.
+A sweep starts from a few configs, among them those that tables have for the problem. It continues with the neighbours
+of the best one until none is faster. A quick sweep only tries the heuristic's config and the tables'. Each config is
+compiled first, without the GPU, and does not run if it does not fit or spills many registers. Then its results are
+checked against float64. Correct configs are timed interleaved with the heuristic's, which cancels thermal drift.
 """
 
 import contextlib
@@ -22,44 +22,47 @@ import torch
 import triton
 
 from autotune_configs import lookup, tables
+from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS, Config
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
 from autotune_configs.workloads import Workload, workload_of
 
-#: Rounds in which a config and the heuristic's are timed in turn, and what ends that after the first.
+#: Rounds in which a config is timed interleaved with the heuristic's. After one round a ratio above this ends them.
 _ROUNDS = 3
 _HOPELESS = 1.2
-#: Rounds for the best config, and the ratio from which on it is worth an entry of its own.
+#: Rounds for the best config. It gets the entry if its ratio is at most this, else the heuristic's does.
 _FINAL_ROUNDS = 9
 _WORTHWHILE = 0.99
-#: Milliseconds of calls that one timing takes at most, and how many calls it has where one takes longer than that.
+#: The most milliseconds that one timing takes, and the fewest calls that it makes even so.
 _LONGEST_TIMING = 2.0
 _FEWEST_CALLS = 3
-#: Seconds to wait, after the budget's, for another sweep of the same problem: it may have begun later, and takes a
-#: little longer than its own budget.
+#: Seconds to wait after the budget for another process that sweeps the same problem. It may have begun later, and takes
+#: a little longer than its own budget.
 _LONGER = 20.0
 Call = Callable[[], object]
-#: Milliseconds that a call takes.
+#: Measures the milliseconds that a call takes.
 Clock = Callable[[Call], float]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one config: its time over the heuristic's in ``ratio``, or why it has none."""
+    """What a sweep found out about one config: its time over the heuristic's (``ratio``), or the reason for none."""
 
     config: Config
     ratio: float | None = None
     reason: str | None = None
-    is_wrong: bool = False  # it ran, and its results are not right
+    is_wrong: bool = False  # it ran, and its results are wrong
 
 
 @dataclass
 class Result:
-    """What became of a problem. ``entry`` is None where there is a reason for that in ``skipped``; ``is_whole`` says
-    whether it is done with. ``error`` is what kept the entry from being stored, or the problem from being swept: the
-    same sweep goes on from what was measured."""
+    """What a sweep found out about one problem.
+
+    If ``entry`` is None, ``skipped`` says why. ``is_whole`` says whether the problem is finished. ``error`` is why the
+    entry could not be stored, or the problem not be swept; the same sweep continues from what was measured.
+    """
 
     problem: Problem
     entry: Entry | None = None
@@ -76,17 +79,17 @@ class Result:
 
 
 class DeviceLost(Exception):
-    """The GPU answers nothing any more: a config has brought it into an error that only a new process gets out of."""
+    """The GPU no longer answers. A config caused an error that only a new process recovers from."""
 
 
 class Journal:
-    """The outcomes of a sweep that is under way, a line each, for the sweep that goes on with it."""
+    """The outcomes of an unfinished sweep, one per line, for the sweep that continues it."""
 
     def __init__(self, path: Path):
         self._path = path
 
     def read(self, config_class: type) -> dict[Config, Outcome]:
-        """What is known already. A line that was cut off as it was written is no loss but its own."""
+        """The outcomes by config. A line that was cut off while it was written is skipped."""
         known = {}
         with contextlib.suppress(FileNotFoundError):
             for line in tables.content(self._path).decode(errors="replace").splitlines():
@@ -116,24 +119,24 @@ class Journal:
 
 
 def time_on_host(call: Call) -> float:
-    """One call, by the host's clock: for Triton's interpreter, whose times mean nothing."""
+    """Time one call by the host's clock, for Triton's interpreter, whose times mean nothing."""
     start = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - start)
 
 
 def capture(call: Call) -> Call:
-    """The call as a CUDA graph: the host then takes less time for it than the GPU, whose time is to be seen."""
+    """The call as a CUDA graph, so that the GPU's time is measured and not the host's."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on as they like
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
         call()
     return graph.replay
 
 
 def time_on_gpu(call: Call) -> float:
-    """The median of calls with a cold L2 cache, by Triton's own tool."""
+    """The median of calls with a cold L2 cache (``triton.testing.do_bench``)."""
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -171,7 +174,7 @@ class Search:
 
     @functools.cached_property
     def workload(self) -> Workload:
-        """Made when something is run: a sweep that only goes over what is known makes no tensors."""
+        """Made when a config runs: if all outcomes are known, no tensors are made."""
         return workload_of(self.problem, self.device)
 
     @functools.cached_property
@@ -184,7 +187,7 @@ class Search:
         best = None
         while wave and (best is None or not self._is_late()):
             self._try_all(wave)
-            if self.outcomes[self.default].ratio is None:  # then nothing can be compared with it
+            if self.outcomes[self.default].ratio is None:  # then there is no base to compare with
                 reason = f"the heuristic's config: {self.outcomes[self.default].reason}"
                 return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason, failed=True)
             fastest = self._fastest()
@@ -229,7 +232,7 @@ class Search:
                 return Outcome(config, ratio=1.0)
             return Outcome(config, ratio=self._ratio(config, _ROUNDS)[0])
         except torch.OutOfMemoryError:
-            raise  # it is the problem that is too large
+            raise  # the problem is too large, whatever the config
         except Exception as error:  # a compiler or a driver may refuse a config in any way
             return Outcome(config, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
@@ -241,7 +244,7 @@ class Search:
                 raise DeviceLost(f"{self.problem}: {outcome.config}: {outcome.reason}") from error
 
     def _ratio(self, config: Config, rounds: int) -> tuple[float, float]:
-        """The median over the rounds of its time over the heuristic's config's, and that of its time in ms."""
+        """The medians over the rounds: of its time over that of the heuristic's config, and of its time in ms."""
         ratios, times = [], []
         default, call = self._default_call, self._prepare(lambda: self.workload.launch(config))
         for _ in range(rounds):
@@ -253,8 +256,10 @@ class Search:
         return statistics.median(ratios), statistics.median(times)
 
     def _entry(self) -> Entry:
-        """Of the fastest config that every launch can use, if it still is faster than the heuristic's when timed for
-        longer; or of the heuristic's."""
+        """The entry of the fastest config that every launch can use, or of the heuristic's.
+
+        The fastest one is timed once more, in more rounds, and must still be faster.
+        """
         usable = (each for each in self._by_time() if each == self.default or self._serves_all_launches(each))
         best, ratio = next(usable), 1.0
         if best != self.default:
@@ -272,7 +277,7 @@ class Search:
         )
 
     def _serves_all_launches(self, config: Config) -> bool:
-        """Whether it also does where more is kept for the backward pass."""
+        """Whether it also compiles and fits in the launches that save values for the backward pass."""
         if self._resources is not None:
             return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
         try:
@@ -283,19 +288,19 @@ class Search:
 
 
 def _search(problem, device, journal, **options) -> Result:
-    """The search's result, whatever mode the caller is in; where memory does not suffice for a problem, that is it."""
+    """The search's result, in inference mode too. A problem too large for the memory is skipped."""
     try:
         with torch.inference_mode(False):
             return Search(problem, device, journal, **options).run()
     except torch.OutOfMemoryError:
-        pass  # what the search holds is free once the error is
+        pass  # the search, and its memory, are freed with the error
     torch.cuda.empty_cache()
     return Result(problem, skipped="too little memory is free", failed=True)
 
 
 def _stored(problem: Problem, gpu: Gpu) -> Entry | None:
-    """The user's entry for just this problem, as the table is now. Raises OSError where that cannot be read."""
-    with contextlib.suppress(ValueError):  # what is no table is kept beside the one that is stored
+    """The user's entry for just this problem, as the table is now. Raises OSError if the table cannot be read."""
+    with contextlib.suppress(ValueError):  # a file that is no table is kept beside the new one
         for entry in tables.entries_of(tables.user_path(gpu), gpu):
             if entry.problem == problem:
                 return entry
@@ -317,13 +322,13 @@ def sweep_and_store(
     on_result: Callable[[Result], None] = lambda result: None,
     **options,
 ) -> list[Result]:
-    """Sweep problem after problem and put what is found into the user's table, each as soon as it is known.
+    """Sweep problem after problem, and store each entry in the user's table as soon as it is known.
 
-    Problems that the table has are passed over unless ``again``, which begins with the first once more; those of a
-    sweep that was not whole are gone on with, but not by a quick one, and one that was whole stays so. After
-    ``budget`` seconds the problem under way ends with the best so far, and those left are passed over. ``options`` are
-    those of ``Search``. Where the table cannot be read or written, the result says so, and the next problem's turn
-    comes. Raises DeviceLost where nothing more can be run.
+    Problems that the table has are skipped, unless ``again``. A problem whose last sweep was not whole is continued,
+    but not by a quick sweep. An entry of a whole sweep stays one after a quick sweep. After ``budget`` seconds the
+    current problem ends with the best config so far, and the others are skipped. ``options`` are those of ``Search``.
+    If the table cannot be read or written, the result says so, and the sweep continues with the next problem. Raises
+    DeviceLost if nothing more can run.
     """
     gpu = Gpu.of(device)
     end = math.inf if budget is None else time.monotonic() + budget
@@ -332,8 +337,8 @@ def sweep_and_store(
         result = Result(problem)
         try:
             path = journal_path(problem, gpu)
-            # Where another sweep has it under way, it is done when our turn comes.
-            with tables.locked(path, patience=end - time.monotonic() + _LONGER):
+            # If another process sweeps this problem, wait for it: its entry is then in the table.
+            with locked(path, patience=end - time.monotonic() + _LONGER):
                 known = _stored(problem, gpu)
                 is_known = known is not None and known.triton == triton.__version__
                 was_whole = is_known and not path.exists()
@@ -350,7 +355,7 @@ def sweep_and_store(
                     entry = result.entry
                     if entry and (result.is_whole or known is None or entry.ratio <= known.ratio):
                         tables.store(tables.user_path(gpu), gpu, entry)
-                        lookup.forget()  # from here on it is known, also to the problems that follow
+                        lookup.forget()  # the problems that follow find this entry
                     if result.is_whole or (was_whole and is_quick):
                         journal.end()
         except OSError as error:

@@ -1,40 +1,35 @@
-"""Tables of configs: one JSON file a GPU, those shipped with the package and the user's own, which win.
+"""Tables of configs: one JSON file per GPU, shipped with the package or the user's own. The user's own win.
 
-A lookup never fails because of a table: what cannot be read, or is no table, is skipped with one warning. What writes
-tables raises OSError instead, and leaves a file that it could not read as it is.
+A lookup never fails because of a table: a file that cannot be read, or is no table, is skipped with one warning.
+Functions that write tables raise OSError instead. They leave a file that they could not read as it is.
 """
 
 import contextlib
 import errno
-import fcntl
 import functools
 import itertools
 import json
 import os
 import stat
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from autotune_configs.files import replace_file
+from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
-#: More than any size of a problem or a config.
+#: Larger than any size of a problem or a config.
 _LARGEST_SIZE = 2**40
-#: Bytes of 13,000 entries, 25 times the H200's shipped ones, and a second to read: a larger file is not read.
+#: A larger file is not read. 4 MiB hold 13,000 entries (25 times the shipped ones for the H200) and take a second.
 _LARGEST_TABLE = 2**22
-#: Seconds to wait for another process that writes a table, which takes milliseconds.
-_PATIENCE = 10.0
-#: Seconds between two tries to get a lock.
-_PAUSE = 0.02
-#: Characters of a warning, at most: what is wrong may be quoted.
+#: The most characters of a warning, which may quote what is wrong.
 _LONGEST_WARNING = 600
-#: Names another folder for the user's own tables.
+#: The environment variable that names another folder for the user's own tables.
 FOLDER_VARIABLE = "NORMFUSE_TABLES"
-#: The places that this process has warned of.
+#: The places that this process has warned about.
 _told: set[str] = set()
 
 
@@ -42,7 +37,8 @@ _told: set[str] = set()
 class Entry:
     """The config that a sweep found best for a problem, and how it was measured.
 
-    ``ratio`` is its time over that of the heuristic's config, ``microseconds`` the time itself; ``date`` is ISO 8601.
+    ``ratio`` is its time over that of the heuristic's config, and ``microseconds`` its time. ``triton`` is the version
+    that compiled it. ``date`` is in ISO 8601.
     """
 
     problem: Problem
@@ -57,30 +53,48 @@ class Entry:
 
     @classmethod
     def from_json(cls, item: dict) -> "Entry":
-        """Raises KeyError, TypeError or ValueError for what is no entry."""
+        """Raises KeyError, TypeError, AttributeError or ValueError for what is no entry."""
+        for name, is_right in _IS_RIGHT.items():
+            if not is_right(item[name]):
+                raise ValueError(f"{item[name]!r} is no {name}")
         problem = Problem(item["kernel"], item["dtype"], tuple(item["sizes"]), item["precision"], item["layout"])
-        for text in (problem.kernel, problem.dtype, item["triton"], item["date"]):
-            if not isinstance(text, str):
-                raise TypeError(f"{text!r} is no text")
-        for text in (problem.precision, problem.layout):
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{text!r} is no text")
-        _check_sizes(*problem.sizes, *item["config"].values())
-        for number in (item["ratio"], item["microseconds"]):
-            if type(number) not in (int, float) or not 0 <= number <= _LARGEST_SIZE:
-                raise ValueError(f"{number!r} is no measurement")
         ratio, microseconds = float(item["ratio"]), float(item["microseconds"])
         return cls(problem, dict(item["config"]), ratio, microseconds, item["triton"], item["date"])
 
 
-def _check_sizes(*numbers: object) -> None:
-    for number in numbers:
-        if type(number) is not int or not 1 <= number <= _LARGEST_SIZE:
-            raise ValueError(f"{number!r} is no size")
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or _is_text(value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST_SIZE
+
+
+def _is_measured(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _LARGEST_SIZE
+
+
+#: What the values of an entry, and of a GPU, must be in a file.
+_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "kernel": _is_text,
+    "dtype": _is_text,
+    "sizes": lambda sizes: isinstance(sizes, list) and all(map(_is_size, sizes)),
+    "precision": _is_text_or_none,
+    "layout": _is_text_or_none,
+    "config": lambda config: all(map(_is_size, config.values())),
+    "ratio": _is_measured,
+    "microseconds": _is_measured,
+    "triton": _is_text,
+    "date": _is_text,
+}
 
 
 def shipped_folder() -> Path:
-    """Where the tables are that come with the package."""
+    """Where the tables are that the package ships."""
     return Path(__file__).parent / "tables"
 
 
@@ -89,16 +103,16 @@ def shipped_path(gpu: Gpu) -> Path:
 
 
 def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
-    """The shipped tables to look in, and whose they are: a GPU's own or, where it has none, those of its kin.
+    """The shipped tables to look in, each with its GPU: the GPU's own or, without one, those of similar GPUs.
 
-    Kin are of one architecture, so memory and tensor cores are alike, and have about as many multiprocessors (half as
-    many make other tiles best); the nearest in that comes first.
+    Similar GPUs have the same architecture, so that their memory and tensor cores are alike. They have more than half
+    and less than twice the multiprocessors: at half the number other tiles are best. The most similar one comes first.
     """
     if shipped_path(gpu).is_file():
         return [(shipped_path(gpu), gpu)]
     found = []
     for path in sorted(shipped_folder().glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):  # a damaged one is told of on its own GPU
+        with contextlib.suppress(OSError, ValueError):  # the GPU that a damaged table is for gets the warning
             other, _ = read_strictly(path)
             few, many = sorted((gpu.multiprocessors, other.multiprocessors))
             if other.architecture == gpu.architecture and 2 * few > many:
@@ -106,23 +120,33 @@ def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
     return sorted(found, key=lambda pair: abs(pair[1].multiprocessors - gpu.multiprocessors))
 
 
-def user_folder() -> Path:
-    """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or in the user's cache folder.
+def searched(gpu: Gpu) -> list[tuple[Path, Gpu]]:
+    """The tables that serve a GPU, each with its own GPU: the user's, if there is one, then the shipped ones."""
+    found = []
+    with skipping():
+        found.append((user_path(gpu), gpu))
+    with skipping():
+        found += shipped_for(gpu)
+    return found
 
-    Raises OSError where that is in a home folder and none is known.
+
+def user_folder() -> Path:
+    """Where the user's own tables are: the folder that ``NORMFUSE_TABLES`` names, or one in the user's cache folder.
+
+    Raises OSError if that is in a home folder that is not known.
     """
     named = os.environ.get(FOLDER_VARIABLE)
     try:
         return Path(named or _cache_folder()).expanduser()
     except RuntimeError as error:
-        reason = f"no such home folder is known, and {FOLDER_VARIABLE} names no other folder"
+        reason = f"the home folder is not known; {FOLDER_VARIABLE} can name a folder outside of it"
         raise FileNotFoundError(errno.ENOENT, reason, named or "~/.cache/normfuse/tables") from error
 
 
 def _cache_folder() -> str:
     try:
         from platformdirs import user_cache_dir  # not to be loaded by ``import ops``
-    except ImportError:  # packages borrowed from a GPU machine without a network: its rule for Linux
+    except ImportError:  # a machine without a network may lack it: this is its rule for Linux
         return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "normfuse", "tables")
     return os.path.join(user_cache_dir("normfuse"), "tables")
 
@@ -132,23 +156,24 @@ def user_path(gpu: Gpu) -> Path:
 
 
 def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
-    """The GPU and the entries of a table. Raises OSError for what cannot be read, ValueError for what is no table: one
-    wrong value in one entry is enough for that."""
+    """The GPU and the entries of a table.
+
+    Raises OSError if the file cannot be read, and ValueError if it is no table. One wrong value is enough for that.
+    """
     text = content(path)
     try:
         table = json.loads(text)
         gpu = Gpu(**table["gpu"])
         name, *numbers = asdict(gpu).values()
-        if not isinstance(name, str):
-            raise TypeError(f"{name!r} is no text")
-        _check_sizes(*numbers)
+        if not (_is_text(name) and all(map(_is_size, numbers))):
+            raise ValueError(f"{table['gpu']!r} is no GPU")
         return gpu, tuple(map(Entry.from_json, table["entries"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no table of configs ({type(error).__name__}: {error})") from error
 
 
 def content(path: Path) -> bytes:
-    """A file as a whole. Raises OSError also for what is no file: reading a FIFO or a device may never return."""
+    """The whole content of a file. Raises OSError for a FIFO or a device, too: reading those may never return."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "no regular file", str(path))
@@ -158,30 +183,33 @@ def content(path: Path) -> bytes:
 
 
 def _refuse_link_to_nothing(path: Path) -> None:
-    """Raises OSError where the table, or a folder that it is in, is a link whose target is not there (an unmounted
-    disk, say): then a table may be there another time."""
+    """Raises OSError if the table, or a folder that it is in, is a link whose target is missing.
+
+    The target may be on a disk that is not mounted now, and hold a table.
+    """
     for part in (path, *path.parents):
         if os.path.islink(part) and not os.path.exists(part):
             raise FileNotFoundError(errno.ENOENT, f"{part} is a link to nothing", str(path))
 
 
 def entries_of(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
-    """A table's entries as they are now, none where there is no file. Raises OSError for what cannot be read,
-    ValueError for what is no table, or another GPU's."""
+    """A table's entries as they are now; none if there is no file.
+
+    Raises OSError if the file cannot be read, and ValueError if it is no table or another GPU's.
+    """
     try:
         its_gpu, entries = read_strictly(path)
     except FileNotFoundError:
         _refuse_link_to_nothing(path)
         return ()
     if its_gpu.name != gpu.name:
-        raise ValueError(f"of another GPU, {its_gpu.name!r}")
+        raise ValueError(f"a table of another GPU, {its_gpu.name!r}")
     return entries
 
 
 @functools.cache
 def read(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
-    """A table's entries; none where there is no file, or, with one warning, where it cannot be read, is no table, or
-    another GPU's."""
+    """A table's entries; none if there is no file. One that cannot be read or used is skipped with one warning."""
     with skipping(path):
         return entries_of(path, gpu)
     return ()
@@ -189,7 +217,7 @@ def read(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
 
 @contextlib.contextmanager
 def skipping(place: Path | None = None) -> Iterator[None]:
-    """Passes over what cannot be read or is no table, with one warning a process and place (that of the OSError)."""
+    """Skip what cannot be read or is no table, with one warning per process and place (default: the OSError's)."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -198,18 +226,23 @@ def skipping(place: Path | None = None) -> Iterator[None]:
 
 
 def warn_once(place: object, message: str) -> None:
-    """A RuntimeWarning, if this is the first one about this place in this process."""
+    """Warn, unless this process has already warned about this place."""
     if str(place) not in _told:
         _told.add(str(place))
         warnings.warn(message[:_LONGEST_WARNING], RuntimeWarning, stacklevel=2)
 
 
 def store(path: Path, gpu: Gpu, entry: Entry) -> None:
-    """Put an entry into a table, in place of one for the same problem. Raises OSError where the table cannot be read or
-    written; then no entry of it is lost.
+    """Put an entry into a table, in place of one for the same problem. Raises OSError as ``change`` does."""
+    change(path, gpu, lambda entries: [*(each for each in entries if each.problem != entry.problem), entry])
 
-    Readers, and whoever stores at the same time, meet the table from before or from after. A file that is no table, or
-    another GPU's, is kept beside the new one, with a warning. A link stays one: the file behind it is written.
+
+def change(path: Path, gpu: Gpu, new_entries: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
+    """Replace a table's entries by ``new_entries`` of them, in one step.
+
+    Other processes read the table from before or the one from after, and wait while they write. Raises OSError if the
+    table cannot be read or written; it is then as before. A file that is no table, or another GPU's, is kept beside the
+    new one, with a warning. A link stays a link: the file behind it is written.
     """
     _refuse_link_to_nothing(path)
     file = Path(os.path.realpath(path))
@@ -221,13 +254,12 @@ def store(path: Path, gpu: Gpu, entry: Entry) -> None:
             entries, damaged = (), _unused_name(file)
             kept = f"{path} is kept as {damaged}: {error}"
             os.rename(file, damaged)
-        others = [each for each in entries if each.problem != entry.problem]
-        text = render(gpu, [*others, entry])
+        text = render(gpu, new_entries(entries)).encode()
         if len(text) > _LARGEST_TABLE:
             raise OSError(errno.EFBIG, "larger than any table would be", str(path))
-        replace_file(file, text.encode())
+        replace_file(file, text)
         read.cache_clear()
-    if kept:  # told last: where warnings are errors, nothing is lost by it
+    if kept:  # last: where warnings are errors, nothing is lost
         warn_once(path, kept)
 
 
@@ -236,29 +268,8 @@ def _unused_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def render(gpu: Gpu, entries: list[Entry]) -> str:
-    """A table as text, its entries in order of their problems, one a line, so that versions of it can be compared."""
+def render(gpu: Gpu, entries: Iterable[Entry]) -> str:
+    """A table as text: one entry per line, sorted by problem, so that a diff shows what changed."""
     ordered = sorted(entries, key=lambda entry: (str(entry.problem).split(" ")[:-1], entry.problem.sizes))
     lines = ",\n".join("  " + json.dumps(entry.to_json()) for entry in ordered)
     return f'{{\n "gpu": {json.dumps(asdict(gpu))},\n "entries": [\n{lines}\n ]\n}}\n'
-
-
-@contextlib.contextmanager
-def locked(path: Path, patience: float | None = None) -> Iterator[None]:
-    """No other process holds this lock meanwhile; it ends with the process, however that ends.
-
-    Raises TimeoutError where another one holds it for longer than ``patience`` seconds (default: 10).
-    """
-    end = time.monotonic() + (_PATIENCE if patience is None else patience)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(path.name + ".lock")
-    with open(lock, "ab+", buffering=0) as file:  # for writing alone a FIFO would wait for a reader
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise TimeoutError(errno.ETIMEDOUT, "another process holds it", str(lock)) from None
-                time.sleep(_PAUSE)
-        yield

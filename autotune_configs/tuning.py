@@ -1,4 +1,4 @@
-"""Tuning in place: off unless asked for; then a problem that no table has is swept when it is first met."""
+"""Tuning on first use, which is opt-in: a problem that no table has is swept when ``ops`` first meets it."""
 
 import contextlib
 import os
@@ -12,32 +12,32 @@ from autotune_configs import tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
 
-#: Set to 1, it turns tuning in place on from the start.
+#: The environment variable that switches tuning on from the start, if it is 1.
 SWITCH_VARIABLE = "NORMFUSE_TUNE"
-#: Seconds that one problem may take.
+#: The most seconds that one problem takes.
 _BUDGET = 20.0
 
 _is_on = os.environ.get(SWITCH_VARIABLE, "").lower() in ("1", "true", "yes", "on")
 _tried: set[tuple[Problem, torch.device]] = set()
-_is_possible = True  # until the folder of the tables fails
-#: One thread sweeps at a time; what it runs itself is not tuned.
+_is_possible = True  # until a table cannot be read or written
+#: One thread sweeps at a time. The calls of a sweep are not tuned themselves.
 _lock = threading.Lock()
 _thread = threading.local()
 
 
 def is_on() -> bool:
-    """Whether a problem that no table has is to be tuned when it is first met."""
+    """Whether a problem that no table has is tuned on first use."""
     return _is_on and _is_possible and not getattr(_thread, "sweeps", False)
 
 
 @contextlib.contextmanager
 def tune_unseen_problems(enabled: bool = True) -> Iterator[None]:
-    """Within this context ``ops`` tunes each problem that no table has when it first meets it.
+    """Within this context, ``ops`` tunes each problem that no table has when it first meets it.
 
-    That takes some seconds a problem (at most 20). What is found goes to the user's own table (``python -m
-    autotune_configs show`` tells where) and serves from then on, without this context too. Nothing is tuned while a
-    CUDA graph is being captured, or where there is no GPU. The switch is the process's, as a backward pass runs in
-    threads of its own; the environment variable ``NORMFUSE_TUNE=1`` turns it on from the start.
+    This takes some seconds per problem, at most 20. The entries go into the user's own table and are used from then on,
+    without this context, too. (``python -m autotune_configs show`` tells where the table is.) Nothing is tuned without
+    a GPU or while a CUDA graph is captured. The switch applies to the whole process, because backward passes run in
+    other threads. The environment variable ``NORMFUSE_TUNE=1`` switches tuning on from the start.
     """
     global _is_on
     before, _is_on = _is_on, bool(enabled)
@@ -48,10 +48,10 @@ def tune_unseen_problems(enabled: bool = True) -> Iterator[None]:
 
 
 def tune_unseen(problem: Problem, device: torch.device) -> bool:
-    """Sweep the problem where it can be and no table has it; returns whether a table has changed.
+    """Sweep the problem if no table has it and it can be swept. Returns whether a table has changed.
 
-    Whatever goes wrong costs a warning, and not the call that met the problem. Where the tables can be neither read nor
-    written, that is the last one: the next problem's sweep would be in vain too.
+    An error becomes a warning: the call that met the problem must not fail. If a table cannot be read or written, this
+    process tunes nothing more, because the next sweep would be in vain, too.
     """
     global _is_possible
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or min(problem.sizes) < 1:
@@ -68,7 +68,7 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
             message = f"{problem} is not tuned: {type(error).__name__}: {reason}"
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 _is_possible = False
-                tables.warn_once(error.filename, f"{message}. Nor is any other in this process.")
+                tables.warn_once(error.filename, f"{message}. This process tunes nothing more.")
             else:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
             return False
@@ -77,11 +77,11 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
 
 
 def _sweep(problem: Problem, device: torch.device) -> bool:
-    from autotune_configs import lookup, sweep  # which look up configs themselves
+    from autotune_configs import lookup, sweep  # they import this module
 
     gpu = Gpu.of(device)
     found = lookup.find(problem, gpu)
-    # A table that is another GPU's says what to begin with, no more.
+    # An entry of another GPU's table is only where the sweep starts.
     if found.entry is not None and found.entry.problem == problem and found.is_of(gpu):
         return False
     with torch.cuda.device(device):

@@ -1,6 +1,6 @@
-"""A problem as something to run: its tensors, its launch with any config, and what must come out.
+"""Workloads of problems: their tensors, their launch with a config, and the expected results.
 
-On the "meta" device the tensors have no memory, and a launch can be compiled without a GPU.
+On the "meta" device the tensors have no memory. A launch there can be compiled without a GPU.
 """
 
 import math
@@ -22,19 +22,19 @@ from triton_kernels.pointwise import GELU_OF, HARDTANH_MISH
 
 _EPS = 1e-5
 _BOUNDS = (-1.0, 1.0)
-#: Samples of images that are checked; all of the others must be written.
+#: How many samples of images are compared with float64. The others must have been written.
 _CHECKED_SAMPLES = 2
 
-#: Relative error allowed: what rounding to the dtype leaves, with room for a sum of float32 numbers in another order.
+#: The relative error allowed: that of rounding to the dtype, with room for float32 sums in another order.
 _TOLERANCES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16}
-#: How much further from it one element may be, in root mean squares of all.
+#: The error allowed for one element, as a multiple of the relative error times the root mean square of all.
 _OUTLIER = 64
 
 
 class Workload(ABC):
-    """Random tensors for a problem, with results that hold NaN before each checked launch."""
+    """Random tensors for a problem. Results are filled with NaN before each checked launch."""
 
-    #: What a launch writes, unless ``results`` and ``poison`` know better.
+    #: What a launch writes, unless ``results`` and ``poison`` say otherwise.
     output: torch.Tensor
 
     def __init__(self, problem: Problem, device: torch.device):
@@ -46,26 +46,26 @@ class Workload(ABC):
 
     @abstractmethod
     def launch(self, config: Config) -> None:
-        """What is timed."""
+        """Run the problem once with this config. This is what a sweep times."""
 
     def results(self, config: Config) -> tuple[torch.Tensor, ...]:
-        """What the last launch, with this config, left."""
+        """The results of the last launch, which had this config."""
         return (self.output,)
 
     @abstractmethod
     def expected(self) -> tuple[torch.Tensor, ...]:
-        """The same in float64, by PyTorch; of the first samples alone where that is enough."""
+        """The expected results, by PyTorch in float64; of images only the first samples."""
 
     def poison(self, config: Config) -> None:
         """Fill what a launch with this config writes with NaN."""
         self.output.fill_(math.nan)
 
     def launch_variants(self, config: Config) -> None:
-        """Every launch that this config would be used for; for their resources."""
+        """Run every kind of launch that uses this config. Compiled, they show the resources that it needs."""
         self.launch(config)
 
     def fault(self, config: Config) -> str | None:
-        """What is wrong with a launch's results, in a few words; None if nothing is."""
+        """What is wrong with the results of a launch, in a few words, or None."""
         if self._expected is None:
             with torch.enable_grad():
                 self._expected = self.expected()
@@ -85,11 +85,11 @@ class Workload(ABC):
         return None
 
     def tolerated(self, result: torch.Tensor) -> torch.dtype:
-        """The dtype whose digits a result must have."""
+        """The dtype whose precision a result must have."""
         return result.dtype
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Random numbers around 0."""
+        """Normally distributed random numbers."""
         return torch.randn(shape, generator=self._generator, device=self.device).to(dtype or self.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Linear(Workload):
 
 
 class RowMinimum(Linear):
-    """The same, where each tile leaves its rows' minima as keys."""
+    """The same with a row minimum: each tile writes the minima of its rows as integer keys."""
 
     def __init__(self, problem, device):
         super().__init__(problem, device)
@@ -165,7 +165,7 @@ class RowMinimum(Linear):
         self._launch(config, *self._tiles(config, save=True))
 
     def poison(self, config):
-        self._tiles(config)[0].fill_(-(2**31))  # NaN's key
+        self._tiles(config)[0].fill_(-(2**31))  # the key of NaN
 
     def results(self, config):
         minimum = self.empty(1, self.M, dtype=torch.float32)
@@ -174,7 +174,7 @@ class RowMinimum(Linear):
 
 
 class GroupNorm(Workload):
-    """hardtanh → mish → group norm of a matrix [M, N], the most that is computed around the norm."""
+    """hardtanh → mish → group norm of a matrix [M, N], the most expensive activation before a norm."""
 
     def __init__(self, problem, device):
         super().__init__(problem, device)
@@ -195,7 +195,7 @@ class GroupNorm(Workload):
 
 
 class GroupNormBackward(GroupNorm):
-    """Its gradients: at the input, and the sums over the rows."""
+    """The gradients of ``GroupNorm``: of the input, and the sums over the rows."""
 
     def __init__(self, problem, device):
         super().__init__(problem, device)
@@ -249,7 +249,7 @@ class ImageWorkload(Workload):
         return image_statistics(self.input, self.groups, _EPS, config, activation=self.activation)
 
     def tolerated(self, result):
-        return self.dtype  # its GELU has no more digits
+        return self.dtype  # its GELU is no more precise
 
     def checked(self, image: torch.Tensor) -> torch.Tensor:
         return image[:_CHECKED_SAMPLES].double()
@@ -263,7 +263,7 @@ class ImageStatistics(ImageWorkload):
         return tuple(each.view(self.B, self.groups) for each in self.found)
 
     def poison(self, config):
-        pass  # its results are made by the launch
+        pass  # the launch makes the tensors of its results
 
     def expected(self):
         values = F.gelu(self.checked(self.input)).reshape(-1, self.groups, self.group_size * self.S)
@@ -312,7 +312,7 @@ class ImageGroupNormBackward(ImageWorkload):
         return self.output, self.sums.sum(2).transpose(0, 1)
 
     def expected(self):
-        # Of each sample by itself, as the checked ones are not all.
+        # The sums over each sample by itself, because only some samples are checked.
         vectors = (each.double().expand(_CHECKED_SAMPLES, -1) for each in (self.weight, self.bias))
         input, weight, bias = leaves = [
             each[: self.B].clone().requires_grad_() for each in (self.checked(self.input), *vectors)

@@ -54,7 +54,7 @@ def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor 
     rows, depth = input.shape
     if input.dtype != torch.float32:
         are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
-        return are_alike and autotune_configs.library_multiplies(rows, columns, depth, input.device)
+        return are_alike and autotune_configs.prefers_cublas(rows, columns, depth, input.device)
     if rows < FEWEST_FLOAT32_ROWS or depth < SHALLOWEST_FLOAT32:
         return True
     if float32_parts() == 2:

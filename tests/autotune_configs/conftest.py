@@ -1,4 +1,4 @@
-"""Tables in a folder of the test's own; what has been looked up or warned of before is forgotten."""
+"""Each test has its own folder of tables. Earlier lookups and warnings are forgotten."""
 
 import pytest
 

@@ -1,12 +1,33 @@
-"""The chains that are swept are those that the bench measures: their groups, target shapes and grid."""
+"""The chains of sweeps are those of the bench: groups, target shapes and grid."""
 
-from autotune_configs.__main__ import _INTERPRETED_SHAPES
-from autotune_configs.chains import CHAINS, GRID, LinearChain
+import pytest
+
+import ops
+from autotune_configs.chains import CHAINS, GRID, LinearChain, kernels_of
+from autotune_configs.commands import _INTERPRETED_SHAPES
 from autotune_configs.heuristics import WIDEST_TILE
 from autotune_configs.problem import Problem
 from bench.cells import CHAINS as MEASURED
 from bench.sizes import GRID as MEASURED_GRID
 from bench.sizes import SMALL, TARGET
+
+
+def test_functions():
+    assert all(callable(getattr(ops, chain.function)) for chain in CHAINS.values())
+
+
+@pytest.mark.parametrize(
+    "name, kernels",
+    [
+        ("l94", {"linear_hardtanh_mish_group_norm", "linear_bias", "group_norm", "group_norm_backward"}),
+        ("l75", {"linear_group_norm_row_minimum", "group_norm"}),
+        ("l30", {"linear_bias", "group_norm", "group_norm_backward"}),
+        ("l19", {"convolution", "image_statistics", "image_group_norm", "image_group_norm_backward"}),
+        ("image_statistics", {"image_statistics"}),
+    ],
+)
+def test_kernels(name, kernels):
+    assert kernels_of(name) == kernels
 
 
 def sizes(shape):
@@ -23,9 +44,9 @@ def test_groups_and_targets():
 
 
 def test_the_product_normalises_what_a_tile_holds():
-    """Groups as wide as the widest tile, but none that are wider or no power of two."""
+    """Groups up to the widest tile, but no wider ones and only powers of two."""
     for group_size, is_held in ((WIDEST_TILE, True), (2 * WIDEST_TILE, False), (96, False)):
-        chain = LinearChain("linear_group_norm_hardtanh", group_size)
+        chain = LinearChain("", "linear_group_norm_hardtanh", group_size)
         product, *others = chain.problems((8, 64, 2 * group_size), "bfloat16", ("forward",))
         kernel, width = ("linear_group_norm_hardtanh", group_size) if is_held else ("linear_bias", 1)
         assert product == Problem(kernel, "bfloat16", (8, 2 * group_size, 64, width))

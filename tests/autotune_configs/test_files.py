@@ -1,10 +1,19 @@
-"""Files that are replaced in one step."""
+"""Files that are replaced in one step, and locks beside them."""
 
+import contextlib
+import multiprocessing
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from autotune_configs.files import replace_file
+from autotune_configs import files
+from autotune_configs.files import locked, replace_file
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_new_folders(tmp_path):
@@ -41,3 +50,88 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         replace_file(path, b"new")
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
+
+
+def _hold(path, is_held):
+    with locked(path):
+        is_held.set()
+        time.sleep(60)
+
+
+@contextlib.contextmanager
+def _held_by_another_process(path):
+    fork = multiprocessing.get_context("fork")
+    is_held = fork.Event()
+    process = fork.Process(target=_hold, args=(path, is_held))
+    process.start()
+    assert is_held.wait(60)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("patience", [None, 0.1, 0, -5.0, -float("inf")])
+def test_patience_ends(tmp_path, monkeypatch, patience):
+    """Also where it had ended before."""
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+    path = tmp_path / "new" / "folder" / "table.json"
+    with _held_by_another_process(path):
+        with pytest.raises(TimeoutError, match=f"another process holds .*{path}.lock") as caught:
+            with locked(path, patience):
+                pass
+        assert caught.value.filename == f"{path}.lock"
+    with locked(path, patience):
+        pass
+
+
+@pytest.mark.parametrize("patience", [None, float("inf")])
+def test_a_lock_ends_with_its_process(tmp_path, patience):
+    """However that ends."""
+    with _held_by_another_process(tmp_path / "table.json") as process:
+        process.kill()
+        with locked(tmp_path / "table.json", patience):
+            pass
+
+
+def _sleep_once(has_begun):
+    has_begun.set()
+    time.sleep(60)
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path):
+    """Not even one that was forked meanwhile."""
+    fork = multiprocessing.get_context("fork")
+    has_begun = fork.Event()
+    child = fork.Process(target=_sleep_once, args=(has_begun,))
+    with locked(tmp_path / "table.json"):
+        child.start()
+        assert has_begun.wait(60)
+    with _held_by_another_process(tmp_path / "table.json"):
+        pass
+    child.kill()
+    child.join()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir],
+    ids=["FIFO", "link to a device", "folder"],
+)
+def test_a_lock_that_is_no_file_makes_nobody_wait(tmp_path, make):
+    make(tmp_path / "table.json.lock")
+    with contextlib.suppress(OSError), locked(tmp_path / "table.json"):
+        pass
+
+
+def test_a_lock_in_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match=str(tmp_path / "file")), locked(tmp_path / "file" / "table.json"):
+        pass
+
+
+def test_the_lock_is_loaded_when_it_is_used():
+    """``import ops`` does without what it needs."""
+    code = "import sys, autotune_configs.files; sys.exit('filelock' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune_configs.gpus import _KNOWN, Gpu
+from autotune_configs.gpus import KNOWN, Gpu
 from triton_kernels.device import SHARED_MEMORY
 
 
@@ -13,9 +13,39 @@ def test_called():
     assert gpu.file_name == "nvidia_h200"
 
 
-def test_unknown_name():
-    with pytest.raises(ValueError, match="unknown GPU 'GT 710': it must be one of 'NVIDIA A100"):
-        Gpu.called("GT 710")
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("h200", "NVIDIA H200"),
+        ("nvidia_h200", "NVIDIA H200"),
+        ("L4", "NVIDIA L4"),  # a whole word of one name, a part of another
+        ("l40", "NVIDIA L40S"),
+        ("4090", "NVIDIA GeForce RTX 4090"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("A100 40GB", "NVIDIA A100-SXM4-40GB"),
+        ("pcie a100", "NVIDIA A100 80GB PCIe"),
+        *((name, name) for name in KNOWN),
+    ],
+)
+def test_called_by_a_part_of_its_name(text, name):
+    assert Gpu.called(text).name == name
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("GT 710", "'GT 710' is none of NVIDIA A100-SXM4-40GB, .*NVIDIA GeForce RTX 5090$"),
+        (
+            "a100",
+            "'a100' may be any of NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe$",
+        ),
+        ("h100", "'h100' may be any of NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe$"),
+        ("", "'' may be any of "),
+    ],
+)
+def test_a_name_of_no_gpu_or_of_several(text, message):
+    with pytest.raises(ValueError, match=message):
+        Gpu.called(text)
 
 
 #: CUDA cores, as NVIDIA's data sheets have them, and how many of them a multiprocessor of the architecture has.
@@ -36,9 +66,11 @@ CUDA_CORES = {
 
 
 def test_known_gpus():
-    """Each has the multiprocessors that its CUDA cores make, and shared memory that its architecture is known to have:
-    at least what a block may use on any (CUDA C++ Programming Guide)."""
-    assert list(CUDA_CORES) == list(_KNOWN)
+    """Multiprocessors agree with CUDA cores. Shared memory is at least what a block may use on any architecture.
+
+    (CUDA C++ Programming Guide)
+    """
+    assert list(CUDA_CORES) == list(KNOWN)
     for name, (cores, of_one) in CUDA_CORES.items():
         gpu = Gpu.called(name)
         assert gpu.multiprocessors * of_one == cores, name
@@ -46,7 +78,7 @@ def test_known_gpus():
 
 
 def test_without_a_gpu():
-    """What stands in for one has few multiprocessors, so that persistent kernels loop."""
+    """The stand-in has few multiprocessors, so that persistent kernels loop."""
     assert Gpu.of(torch.device("cpu")) == Gpu("cpu", 90, 3, SHARED_MEMORY[90])
 
 

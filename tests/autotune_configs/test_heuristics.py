@@ -1,4 +1,4 @@
-"""Configs that no table holds: right for any problem and any architecture."""
+"""The heuristic's configs: valid for any problem on any architecture."""
 
 import hypothesis.strategies as st
 import pytest
@@ -36,7 +36,7 @@ def test_linear_config_is_valid(gpu, element_size, M, N, K, group_size):
 @by_element_size
 @pytest.mark.parametrize("rows, features, group_size, holds", [(1, 8192, 32, True), (1, 2048, 128, False)])
 def test_groups_are_held_while_there_are_tiles(gpu, element_size, rows, features, group_size, holds):
-    """Half of the multiprocessors without a tile cost more than a group norm in a pass of its own."""
+    """A tile that leaves half of the multiprocessors idle costs more than a second kernel for the norm."""
     config = heuristic_linear_config(element_size, rows, features, features, group_size, gpu)
     assert config.holds_groups_of(group_size) == holds
     large = heuristic_linear_config(element_size, 1024, 8192, 8192, group_size, gpu)

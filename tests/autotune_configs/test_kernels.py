@@ -1,4 +1,4 @@
-"""Search spaces: whatever a sweep may come to is valid, and leads to neighbours by one step."""
+"""Search spaces: every config that a sweep can reach is valid, and neighbours differ by one step."""
 
 from dataclasses import asdict
 
@@ -23,7 +23,7 @@ PROBLEMS = list(
 
 
 def test_chains_use_each_kernel():
-    """L30's groups are 512 wide at 8192 features, and two of them; its fused kernel serves narrower ones."""
+    """At 8192 features L30's groups are 512 wide. Its fused kernel serves narrower ones."""
     assert {problem.kernel for problem in PROBLEMS} >= set(KERNELS) - {"linear_group_norm_hardtanh"}
     narrow = CHAINS["l30"].problems((8, 64, 64), "bfloat16", PASSES)
     assert [problem.kernel for problem in narrow] == ["linear_group_norm_hardtanh", "group_norm_backward"]
@@ -48,7 +48,7 @@ def test_candidates(gpu):
 
 
 def test_stages_that_there_is_room_for():
-    """A row minimum stages no tile of the output, but the groups that it keeps; a float32 product stages all of it."""
+    """A row minimum stages its groups, and no tile of the output. A float32 product stages all of the tile."""
 
     def heuristic(kernel, group_size, dtype="bfloat16", features=8192):
         precision = "highest" if dtype == "float32" else None
@@ -64,7 +64,7 @@ def test_stages_that_there_is_room_for():
 
 
 def test_what_is_staged_where_it_does_not_go_as_it_should():
-    """A row that is not aligned is stored whole, and so is a tile whose warps lie side by side."""
+    """An unaligned row is stored in one strip, and so is a tile whose warps are side by side."""
     gpu = Gpu.called("NVIDIA H200")
 
     def is_valid(config, features=8192, kernel="bias", group_size=1):
@@ -84,7 +84,7 @@ def test_what_is_staged_where_it_does_not_go_as_it_should():
 
 
 def test_a_field_younger_than_a_table():
-    """It has its default; one that has none must be there."""
+    """A missing field gets its default. A field without a default must be there."""
     problem = Problem("linear_bias", "bfloat16", (1024, 1024, 1024, 1), None, None)
     kernel, gpu = KERNELS["linear_bias"], Gpu.called("NVIDIA H200")
     values = {"block_m": 64, "block_n": 128, "block_k": 64, "num_stages": 2}

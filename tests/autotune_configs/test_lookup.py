@@ -1,4 +1,4 @@
-"""The way from a problem to its config: the user's entry, the shipped one, the nearest, the heuristic."""
+"""Lookup of a problem's config: the user's entry, the shipped one, the nearest, the heuristic's."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ NORMALISING = "linear_hardtanh_mish_group_norm"
 
 @pytest.fixture
 def table(folder, monkeypatch):
-    """What ships; nothing is the user's own."""
+    """Only shipped tables, none of the user's own."""
     shipped = []
     read = tables.read
     monkeypatch.setattr(
@@ -47,7 +47,7 @@ def test_exact_entry(table):
 
 
 def test_nearest_entry(table):
-    """By doublings: 1500 lies nearer to 2048 than to 1024. (What float32 takes is not predicted.)"""
+    """Distances are in doublings: 1500 is nearer to 2048 than to 1024. (float32 has no prediction.)"""
     table += [entry(FIRST, dtype="float32"), entry(SECOND, dtype="float32", m=2048)]
     assert find(m=1400, dtype="float32").config == FIRST
     assert find(m=1500, dtype="float32").config == SECOND
@@ -55,12 +55,14 @@ def test_nearest_entry(table):
 
 
 def test_tiles_that_come_out_even(table):
-    """80 tiles of 128 x 256 leave two multiprocessors of five without one; 128 of 128 x 128 do not. An entry for just
-    this problem is believed, though."""
+    """80 tiles of 128 x 256 leave two of five multiprocessors idle; 128 tiles of 128 x 128 do not.
+
+    An entry for just this problem is used even so.
+    """
     wide, square = LinearConfig(128, 256, 64), LinearConfig(128, 128, 64)
     table += [entry(wide, m=512, n=4608, k=4096), entry(square, m=256, n=16384, k=4096)]
-    assert find(m=512, n=4096, k=4096).config == square and find(m=512, n=4096, k=4096).comes_out_even
-    assert find(m=1024, n=4096, k=4096).config == wide, "twice as many come out even with either"
+    assert find(m=512, n=4096, k=4096).config == square and find(m=512, n=4096, k=4096).fills_last_wave
+    assert find(m=1024, n=4096, k=4096).config == wide, "twice as many fill the waves with either"
     assert find(m=512, n=4096, k=1024, dtype="float16").entry is None
     table += [entry(wide, m=512, n=4096, k=4096)]
     assert find(m=512, n=4096, k=4096).config == wide
@@ -108,13 +110,13 @@ def test_entries_that_do_not_fit_are_passed_over(table):
 
 
 def test_rows_that_descriptors_do_not_take(table):
-    """The tables are measured with descriptors: K = 8191 in bfloat16 is read otherwise."""
+    """Tables are measured with tensor descriptors. K = 8191 in bfloat16 is loaded without them."""
     table += [entry(FIRST, k=8190)]
     assert find(k=8191).config == heuristic(k=8191)
 
 
 def test_an_entry_of_other_settings_is_passed_over(table):
-    """Of a version that knew others."""
+    """A version of the package that has other kernels wrote it."""
     stranger = entry(FIRST)
     stranger.config["swizzle"] = 1
     table += [stranger]
@@ -134,7 +136,7 @@ def test_users_own_entry_wins(folder, monkeypatch):
 
 
 def test_tables_of_kin(folder, monkeypatch):
-    """A GPU that no table is shipped for takes that of one of its architecture, if it is about as large."""
+    """A GPU without a shipped table uses that of a GPU of its architecture and about its size."""
     monkeypatch.setattr(tables, "shipped_folder", lambda: folder.parent / "shipped")
     tables.store(tables.shipped_path(GPU), GPU, entry(FIRST))
     tables.shipped_path(GPU).with_name("damaged.json").write_text("[")
@@ -159,7 +161,7 @@ def test_tables_of_kin(folder, monkeypatch):
 
 
 def test_known_configs(table):
-    """What is found, and what is known of the same problem at the same width of numbers; each once."""
+    """The config that is found, and those for the problem in a dtype of the same size; each once."""
     assert lookup.known_configs(linear_problem(), GPU) == []
     table += [entry(FIRST, m=2048), entry(SECOND, dtype="float16"), entry(SECOND, dtype="float16", m=512)]
     lookup.forget()
@@ -192,7 +194,7 @@ def test_image_configs_know_the_layout(folder):
 
 
 def test_convolution_configs_know_the_sizes(folder):
-    """No two of a convolution's sizes are alike, and the entry is too far away for any other."""
+    """All of the convolution's sizes differ, and the entry is too far away for any other order."""
     input, output = torch.empty(1, 64, 34, 259), torch.empty(1, 512, 32, 255)
     problem = Problem("convolution", "float32", (1, 64, 512, 32, 255, 3, 5), None, "contiguous")
     gpu = Gpu.of(input.device)
@@ -204,7 +206,7 @@ def test_convolution_configs_know_the_sizes(folder):
 
 
 def test_what_is_found_is_kept(folder):
-    """A second lookup is one in a cache (the bench times it)."""
+    """A second lookup is answered by a cache (the bench times it)."""
     arguments = "linear_bias", torch.bfloat16, 1024, 8192, 8192, 1, torch.device("cpu")
     autotune_configs.linear_config(*arguments)
     before = lookup._config.cache_info()
@@ -219,7 +221,7 @@ def test_public_names():
         "forget",
         "group_norm_config",
         "image_norm_config",
-        "library_multiplies",
         "linear_config",
+        "prefers_cublas",
         "tune_unseen_problems",
     ]

@@ -1,11 +1,11 @@
-"""On a GPU: a sweep and tuning in place, through the real clock, compilers and graphs."""
+"""On a GPU: a sweep and tuning on first use, with the real clock, compilers and graphs."""
 
 import pytest
 import torch
 
 import autotune_configs
 import ops
-from autotune_configs import __main__ as cli
+from autotune_configs import commands as cli
 from autotune_configs import tables
 from autotune_configs.gpus import Gpu
 
@@ -31,11 +31,9 @@ def stored():
 
 
 def test_a_sweep(folder, capsys):
-    """Forward and backward, with what compiles ahead in processes of its own."""
+    """Forward and backward, with configs compiled ahead in worker processes."""
     shape = f"{M}x{K}x{N}"
-    status = cli.main(
-        ["sweep", "--names", "l94", "--dtypes", "bfloat16,float32", "--shapes", shape, "--processes", "2"]
-    )
+    status = cli.run(["sweep", "--names", "l94", "--dtypes", "bfloat16,float32", "--shapes", shape, "--processes", "2"])
     output = capsys.readouterr().out
     assert status == 0 and "WRONG" not in output, output
     assert PROBLEM in stored() and ("group_norm_backward", (M, N, N // GROUPS)) in stored()

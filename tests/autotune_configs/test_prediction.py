@@ -1,11 +1,11 @@
-"""What products take, roughly: beside what an H200 measured, and whose a product is therefore."""
+"""Predicted times of products: beside those measured on an H200, and the choice of cuBLAS."""
 
 import pytest
 import torch
 
 import autotune_configs
 from autotune_configs import gpus
-from autotune_configs.prediction import library_is_faster, product_seconds
+from autotune_configs.prediction import cublas_is_faster, product_seconds
 from tests.autotune_configs.entries import GPU
 
 PROCESSORS = GPU.multiprocessors
@@ -24,7 +24,7 @@ PROCESSORS = GPU.multiprocessors
     ],
 )
 def test_what_was_measured(tile, sizes, microseconds):
-    """L94's, or a bias's, in bfloat16."""
+    """Products of L94, or with a bias, in bfloat16."""
     assert 1e6 * product_seconds(tile, *sizes, PROCESSORS) == pytest.approx(microseconds, rel=0.25)
 
 
@@ -51,11 +51,11 @@ def test_a_last_tile_takes_another_wave():
         ((0, 8192, 8192), False),
     ],
 )
-def test_whose_the_product_is(sizes, is_faster, monkeypatch):
-    """On Hopper, where that was measured."""
-    assert library_is_faster(*sizes, PROCESSORS) is is_faster
+def test_who_computes_the_product(sizes, is_faster, monkeypatch):
+    """The choice is made on Hopper, where it was measured."""
+    assert cublas_is_faster(*sizes, PROCESSORS) is is_faster
     cpu = torch.device("cpu")
-    assert not autotune_configs.library_multiplies(*sizes, cpu)
+    assert not autotune_configs.prefers_cublas(*sizes, cpu)
     monkeypatch.setattr(gpus.Gpu, "of", lambda device: GPU)
     monkeypatch.setattr(gpus, "takes_hopper_kernels", lambda architecture: architecture == 90)
-    assert autotune_configs.library_multiplies(*sizes, cpu) is is_faster
+    assert autotune_configs.prefers_cublas(*sizes, cpu) is is_faster

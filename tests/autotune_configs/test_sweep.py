@@ -1,4 +1,4 @@
-"""A sweep: finds the fastest config that is right, loses nothing when it is stopped, ends in time."""
+"""A sweep finds the fastest correct config, loses nothing when it is stopped, and ends in time."""
 
 import errno
 import os
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autotune_configs import lookup, sweep, tables
+from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
@@ -25,14 +26,14 @@ BEST = GroupNormConfig(1, 1024, HEURISTIC.rows_per_program, num_warps=8)
 
 
 def cost(config):
-    """Milliseconds; one step away from the best it is a fifth more in that field."""
+    """Milliseconds: a fifth more for each step away from the best, in any field."""
     steps = zip((config.block_m, config.block_columns, config.num_warps), (1, 1024, 8), strict=True)
     return 1.2 ** sum(abs(value.bit_length() - best.bit_length()) for value, best in steps)
 
 
 @dataclass
 class Bench:
-    """Stands in for the GPU: what runs, how long that takes, and what of it is wrong."""
+    """Replaces the GPU: what runs, how long it takes, and which results are wrong."""
 
     launched: list
     faults: dict
@@ -58,7 +59,7 @@ class Bench:
         self._last = config
 
     def launch_variants(self, config):
-        """What is kept for the backward pass, too."""
+        """Also the launch that saves values for the backward pass."""
         if config in self.too_large_in_training:
             raise RuntimeError("out of resources")
 
@@ -117,7 +118,7 @@ def test_the_heuristic_stays_where_nothing_is_faster(bench, monkeypatch):
 
 
 def test_a_warming_card_picks_no_winner(bench, monkeypatch):
-    """Each timing takes 2% longer than the one before: in turn, that is 2% for any config, whenever it is tried."""
+    """Each timing takes 2% longer than the one before. Interleaved, that is 2% for any config."""
     bench.warming = 1.02
     run(bench)
     assert GroupNormConfig(**stored()[PROBLEM].config) == BEST
@@ -163,7 +164,7 @@ def test_what_resources_refuse_does_not_run(bench):
 
 @pytest.mark.parametrize("interrupt_after", range(12))
 def test_an_interrupted_sweep_goes_on_where_it_stopped(bench, interrupt_after):
-    """At most the config under way is tried again."""
+    """At most the interrupted config is tried again."""
     bench.interrupt_after = interrupt_after
     with pytest.raises(KeyboardInterrupt):
         run(bench)
@@ -207,7 +208,7 @@ def test_what_the_table_has_is_passed_over(bench):
 
 
 def test_budget_ends_in_time_with_the_best_so_far(bench):
-    """The clock counts timings here. The heuristic's config is tried in any case."""
+    """The clock counts timings here. The heuristic's config is always tried."""
     first, second = run(bench, [PROBLEM, OTHER], budget=15)
     assert bench.time <= 15 + 2 * 3 + 2 * 9 + 3, "the config under way, and the last comparison"
     assert not first.is_whole and first.entry.ratio < 1
@@ -224,7 +225,7 @@ def test_each_problem_is_stored_as_soon_as_it_is_known(bench):
 
 
 def test_too_large_a_problem_is_no_fault_of_a_config(bench):
-    """Nothing is kept of it, and the next one is swept."""
+    """Nothing of it is stored, and the next problem is swept."""
     bench.faults[HEURISTIC] = torch.OutOfMemoryError("CUDA out of memory")
     bench.fault_once = True
     first, second = run(bench, [PROBLEM, OTHER])
@@ -243,7 +244,7 @@ def test_a_sweep_cut_short_replaces_nothing_better(bench):
 
 
 def test_a_lost_gpu_ends_the_sweep(bench, monkeypatch):
-    """What was under way is in the journal, so that the next sweep passes it over; what comes later is not."""
+    """The journal has the config that lost the GPU, so that the next sweep skips it, and no later one."""
     bench.faults[BEST] = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(sweep.Search, "_check_device", lose)
     with pytest.raises(sweep.DeviceLost):
@@ -272,7 +273,7 @@ def test_other_lines_in_a_journal_are_passed_over(bench, line):
 
 
 def test_the_best_must_serve_every_launch(bench):
-    """That of the backward pass's values too, whose resources are asked for at the end."""
+    """Also the launch that saves values for the backward pass. Its resources are checked at the end."""
 
     class Resources:
         def refused(self, problem, default, configs, all_launches=False):
@@ -284,14 +285,14 @@ def test_the_best_must_serve_every_launch(bench):
 
 
 def test_without_resources_every_launch_is_tried(bench):
-    """As in tuning in place, which compiles nothing ahead."""
+    """As in tuning on first use, which compiles nothing ahead."""
     bench.too_large_in_training = (BEST,)
     (result,) = run(bench)
     assert GroupNormConfig(**result.entry.config) != BEST and result.entry.ratio < 1
 
 
 def test_a_quick_sweep_tries_what_tables_know(bench):
-    """And is not whole: one that is goes on from there."""
+    """A quick sweep is not whole. A whole one continues from its outcomes."""
     tables.store(tables.user_path(GPU), GPU, entry(BEST, replace(PROBLEM, dtype="float16")))
     lookup.forget()
     (result,) = run(bench, is_quick=True)
@@ -307,7 +308,7 @@ def test_a_quick_sweep_tries_what_tables_know(bench):
 
 
 def test_a_sweep_begins_with_what_tables_know(bench):
-    """Where climbing would stop at a config that no neighbour is faster than."""
+    """Otherwise the search could stop at a local optimum."""
     far = GroupNormConfig(32, 32, 32, num_warps=1)
     tables.store(tables.user_path(GPU), GPU, entry(far, replace(PROBLEM, sizes=(512, 8192, 32))))
     lookup.forget()
@@ -316,7 +317,7 @@ def test_a_sweep_begins_with_what_tables_know(bench):
 
 
 def test_a_table_that_cannot_be_written_for_once(bench, monkeypatch):
-    """The sweep says so and goes on; the next one stores what this one measured."""
+    """The sweep says so and continues. The next one stores what this one measured."""
     store, errors = tables.store, [OSError(errno.EMFILE, "Too many open files")]
 
     def store_later(*arguments):
@@ -335,7 +336,7 @@ def test_a_table_that_cannot_be_written_for_once(bench, monkeypatch):
 
 
 def test_nothing_is_measured_where_the_table_cannot_be_read(bench):
-    """It may have the entry, and would not take another one."""
+    """The table may have the entry, and could not be written."""
     tables.user_path(GPU).mkdir(parents=True)
     for result in run(bench, [PROBLEM, OTHER]):
         assert result.is_red and not result.is_whole and str(tables.user_path(GPU)) in result.skipped
@@ -362,8 +363,8 @@ def test_a_journal_that_is_no_file(bench):
 
 
 def test_another_sweep_that_does_not_end(bench, monkeypatch):
-    """Where time is limited, so is the wait for it."""
+    """With a budget, the wait for another sweep is limited, too."""
     monkeypatch.setattr(sweep, "_LONGER", 0.0)
-    with tables.locked(sweep.journal_path(PROBLEM, GPU)):
+    with locked(sweep.journal_path(PROBLEM, GPU)):
         (result,) = run(bench, budget=0)  # the clock of the bench stands still
     assert not result.is_whole and "another process" in result.skipped

@@ -1,4 +1,4 @@
-"""Tables: the shipped ones whole, the user's safe from damage, and each entry the one that is found at its problem."""
+"""Tables: the shipped ones are complete, the user's own are safe, and each entry is found at its problem."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from autotune_configs import lookup, tables
+from autotune_configs import files, lookup, tables
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
@@ -138,7 +138,7 @@ def test_damaged_file_is_skipped_with_one_warning(folder, content):
 
 
 def test_damaged_files_are_kept_beside_the_new_table(folder):
-    """Each of them, and the user is told."""
+    """Each damaged file is kept, and the user is told."""
     path = tables.user_path(GPU)
     folder.mkdir()
     others = json.dumps({"gpu": {**asdict(GPU), "name": "NVIDIA L4"}, "entries": [entry(SECOND, m=2048).to_json()]})
@@ -152,7 +152,7 @@ def test_damaged_files_are_kept_beside_the_new_table(folder):
 
 
 def test_a_damaged_file_is_kept_where_warnings_are_errors(folder):
-    """The entry is stored all the same."""
+    """The entry is stored even so."""
     path = tables.user_path(GPU)
     folder.mkdir()
     path.write_text("notes of mine")
@@ -226,7 +226,7 @@ def test_a_read_error_moves_and_loses_nothing(folder, monkeypatch, number):
 
 @pytest.mark.parametrize("named", ["~nosuchuser/x", "~/x", None])
 def test_without_a_home_folder(folder, monkeypatch, named):
-    """Shipped tables and heuristics serve; the one warning names the variable."""
+    """Shipped tables and the heuristic are used. The one warning names the variable."""
     monkeypatch.setenv(tables.FOLDER_VARIABLE, named or "")
     for variable in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
@@ -266,7 +266,7 @@ def test_a_table_behind_a_link_stays_there(folder, tmp_path):
 
 
 def test_a_table_with_a_byte_order_mark(folder):
-    """As some editors save it."""
+    """Some editors write one."""
     path = tables.user_path(GPU)
     folder.mkdir()
     path.write_text(table_of(), encoding="utf-8-sig")
@@ -274,7 +274,7 @@ def test_a_table_with_a_byte_order_mark(folder):
 
 
 def test_a_partial_file_that_was_left_behind(folder):
-    """Of a process that was killed: it does not pile up, and even a FIFO in its place makes nobody wait."""
+    """A killed process leaves one. They do not pile up, and even a FIFO in its place makes nobody wait."""
     path = tables.user_path(GPU)
     tables.store(path, GPU, entry())
     os.mkfifo(path.with_name(path.name + ".partial"))
@@ -293,7 +293,7 @@ def test_a_table_does_not_grow_beyond_what_is_read(folder, monkeypatch):
 
 
 def test_shipped_tables_that_cannot_be_listed(folder, monkeypatch):
-    """With too many open files, say."""
+    """For example because of too many open files."""
 
     def fail(self, pattern):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
@@ -319,10 +319,10 @@ def test_a_full_disk_leaves_the_old_table(folder, monkeypatch):
 
 
 def test_a_lock_that_is_not_let_go(folder, monkeypatch):
-    """Of a process that was stopped: whoever stores gives up."""
+    """A stopped process holds it: whoever stores gives up."""
     path = tables.user_path(GPU)
     tables.store(path, GPU, entry())
-    monkeypatch.setattr(tables, "_PATIENCE", 0.1)
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
     with open(path.with_name(path.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match=f"{path}.lock"):

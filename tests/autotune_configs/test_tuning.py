@@ -1,4 +1,4 @@
-"""Tuning in place: off unless asked for, each problem once, never while a graph is captured."""
+"""Tuning on first use: opt-in, each problem once, never while a graph is captured."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ FOUND = GroupNormConfig(2, 512, 4, num_warps=2)
 
 @pytest.fixture
 def swept(folder, monkeypatch):
-    """The problems that are swept, where a GPU is made believe."""
+    """The problems that are swept, on a pretended GPU."""
     problems = []
 
     def sweep_and_store(wanted, device, budget):
@@ -78,7 +78,7 @@ def test_a_near_entry_is_not_enough(swept):
 
 
 def test_another_gpus_entry_is_not_enough(swept, monkeypatch):
-    """Its table serves while nothing is tuned."""
+    """The table of a similar GPU is used while tuning is off."""
     folder = tables.user_folder().parent / "shipped"
     monkeypatch.setattr(tables, "shipped_folder", lambda: folder)
     kin = replace(GPU, name="kin")
@@ -128,7 +128,7 @@ def test_a_failure_is_told_once_and_the_call_goes_on(swept, monkeypatch, error):
 
 
 def test_a_folder_that_fails_ends_tuning(swept, monkeypatch):
-    """It would fail with the next problem too, which may take seconds: one warning, and calls go on."""
+    """The next problem would fail, too, after seconds of sweeping. So there is one warning, and calls continue."""
     tried = []
 
     def fail(problems, device, budget):
@@ -159,7 +159,7 @@ def test_another_process_that_does_not_let_go_costs_one_problem(swept, monkeypat
 
 
 def test_without_a_folder_for_tables(swept, monkeypatch):
-    """One warning: that it is not known."""
+    """One warning says that the folder is not known."""
     monkeypatch.setenv(tables.FOLDER_VARIABLE, "~nosuchuser/x")
     with autotune_configs.tune_unseen_problems(), pytest.warns(RuntimeWarning, match="~nosuchuser/x") as told:
         look_up()
@@ -175,7 +175,7 @@ def test_a_problem_that_cannot_be_swept_is_told(swept, monkeypatch):
 
 
 def test_threads_tune_one_after_another(swept):
-    """Each of its own problem; the switch is as it was in the end."""
+    """Each thread tunes its own problem. In the end the switch is as it was."""
     with autotune_configs.tune_unseen_problems():
         threads = [threading.Thread(target=look_up, args=(M,)) for M in (1024, 2048, 4096)]
         for thread in threads:

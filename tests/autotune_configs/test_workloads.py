@@ -1,4 +1,4 @@
-"""What a sweep runs and checks: right configs pass, and each kind of fault is found."""
+"""The workloads of sweeps: correct configs pass, and each kind of fault is found."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_faults_are_found(problem):
     "dtype, tolerance", [("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-16)], ids=str
 )
 def test_what_is_tolerated(dtype, tolerance):
-    """For 16-bit numbers what rounding leaves at most, and no more."""
+    """For 16-bit numbers at most the error of rounding."""
     workload = workload_of(Problem("group_norm", dtype, (4, 32, 8)), CPU)
     (expected,) = workload.expected()
     workload.launch = lambda config: None
@@ -68,7 +68,7 @@ def test_what_is_tolerated(dtype, tolerance):
 
 
 def disturb(workload):
-    """One element is off by what it is."""
+    """The error of one element is as large as the element."""
     if workload.problem.kernel == "linear_group_norm_row_minimum":
         (keys, _), *_ = workload.keys.values()
         keys[:, 0] += 2**23  # twice or half the values of a row
@@ -81,7 +81,7 @@ def disturb(workload):
 
 
 def test_random_numbers_are_the_workloads_own():
-    """What the caller draws next does not depend on whether something was tuned before."""
+    """Tuning does not change the random numbers that the caller draws next."""
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)

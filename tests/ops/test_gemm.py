@@ -25,7 +25,7 @@ def test_affine_where_the_library_multiplies(by_library, biases, monkeypatch):
 @pytest.mark.parametrize("wide", [False, True])
 def test_wider_biases_are_not_the_librarys(wide, monkeypatch):
     """As autocast has them; it would round them before they are added."""
-    monkeypatch.setattr(autotune_configs, "library_multiplies", lambda *arguments: True)
+    monkeypatch.setattr(autotune_configs, "prefers_cublas", lambda *arguments: True)
     called = []
     monkeypatch.setattr(torch, "addmm", lambda bias, a, b: called.append(bias) or (a @ b + bias))
     input, weight = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(7, 16, dtype=torch.bfloat16)

@@ -1,0 +1,367 @@
+"""The commands of ``python -m autotune_configs``: sweep (with export and merge), show, check."""
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+import triton
+
+from autotune_configs import command_line, lookup, reporting, sharing, sweep, tables
+from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, LinearChain, kernels_of
+from autotune_configs.command_line import Parser, called_as, cannot_write
+from autotune_configs.files import locked, replace_file
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS
+from autotune_configs.precompile import Precompiler
+from autotune_configs.problem import Problem
+from triton_kernels.device import INTERPRETED
+
+#: Small shapes of the chains for Triton's interpreter, by the number of their sizes.
+_INTERPRETED_SHAPES = {3: (8, 64, 64), 6: (2, 16, 16, 5, 6, 3)}
+_NAMES = (*CHAINS, *KERNELS)
+#: A chain or a kernel by its name, a dtype, and sizes.
+_Case = tuple[str, str, tuple[int, ...]]
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    shapes = []
+    for item in text.split(","):
+        if not re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})+", item):
+            raise argparse.ArgumentTypeError(f"{item[:40]!r} is no shape: positive integers, as in 1024x8192x8192")
+        shapes.append(tuple(map(int, item.split("x"))))
+    return shapes
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return float(text)
+
+
+def _gpu(text: str) -> Gpu:
+    try:
+        return Gpu.called(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class _ListAction(argparse.Action):
+    """Lists what can be shown and ends the program, as --help does."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        reporting.list_what_can_be_shown()
+        parser.exit()
+
+
+def _own_folder() -> str:
+    try:
+        return str(tables.user_folder())
+    except OSError as error:
+        return f"{error.filename} ({error.strerror})"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=called_as("autotune_configs"),
+        description="Find, show and check the configs (block sizes and the like) that kernels run with. Lists are "
+        f"separated by commas. Your own tables are in {_own_folder()}; {tables.FOLDER_VARIABLE} names another folder. "
+        "Exit status: 0, 1 if something is wrong, 2 for a bad argument or file, 130 if interrupted.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_sweep(commands)
+    show = _add(commands, "show", _show, "Show which config each problem gets, and from which table.")
+    _add_problems(show)
+    show.add_argument("--gpu", type=_gpu, help="a GPU that need not be here, such as h200 (default: the one here)")
+    show.add_argument("--csv", action="store_true", help="print CSV in place of a table")
+    show.add_argument(
+        "--list", action=_ListAction, nargs=0, help="list the chains, kernels, sizes, dtypes and GPUs, and exit"
+    )
+    check = _add(
+        commands, "check", _check, "Compile every entry of every table, for the GPU of the table. Needs no GPU."
+    )
+    check.add_argument("tables", type=Path, nargs="*", metavar="TABLE", help="default: the shipped tables and your own")
+    check.add_argument(
+        "--names", type=command_line.names(_NAMES), help="only the entries of these chains and kernels (default: all)"
+    )
+    _add_processes(check)
+    return parser
+
+
+def _add(commands, name: str, run, description: str) -> Parser:
+    command = commands.add_parser(name, help=description, description=description)
+    command.set_defaults(run=run, parser=command)
+    return command
+
+
+def _add_sweep(commands) -> None:
+    parser = _add(
+        commands, "sweep", _sweep, "Find the fastest correct configs on this GPU, and put them into your own table."
+    )
+    _add_problems(parser)
+    parser.add_argument("--grid", action="store_true", help="for Linear chains: batch 1 to 4096 x features 1k to 16k")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="try only the heuristic's config and those that tables have for the problem, also in the other 16-bit "
+        "dtype",
+    )
+    parser.add_argument(
+        "--budget-seconds", type=_seconds, metavar="SECONDS", help="stop after this time, with the best so far"
+    )
+    parser.add_argument("--again", action="store_true", help="sweep problems that the table already has, too")
+    _add_processes(parser)
+    sharing = parser.add_subparsers(title="share tables between machines")
+    export = _add(sharing, "export", _export, "Write your own table of a GPU to a file.")
+    export.add_argument("file", type=Path, metavar="FILE", help="where to write; - is standard output")
+    export.add_argument("--gpu", type=_gpu, help="a GPU that need not be here, such as h200 (default: the one here)")
+    merge = _add(
+        sharing,
+        "merge",
+        _merge,
+        "Merge tables into your own of their GPUs. For a problem that both have, an entry of the installed Triton "
+        "wins over one of another, then the lower time over the heuristic's config.",
+    )
+    merge.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what export wrote")
+    for command in (export, merge):
+        command.set_defaults(sweep=parser)
+
+
+def _add_problems(command: Parser) -> None:
+    command.add_argument(
+        "--names",
+        type=command_line.names(_NAMES),
+        default=",".join(CHAINS),
+        help="chains and kernels; show --list lists them and their sizes",
+    )
+    command.add_argument("--dtypes", type=command_line.names(DTYPES), default=",".join(DTYPES), help="element types")
+    command.add_argument("--passes", type=command_line.names(PASSES), default=",".join(PASSES), help="of a chain")
+    command.add_argument(
+        "--shapes", type=_shapes, help="sizes, as in 1024x8192x8192 (default: the target shape of each chain)"
+    )
+
+
+def _add_processes(command: Parser) -> None:
+    command.add_argument(
+        "--processes", type=command_line.positive, metavar="N", help="compile in N processes (default: one per core)"
+    )
+
+
+def _cases(options: argparse.Namespace) -> list[_Case]:
+    """The cases in the order of the shapes. A shape goes with each name that has as many sizes."""
+    forms = {name: CHAINS[name].form if name in CHAINS else KERNELS[name].size_names for name in options.names}
+    shapes = options.shapes or []
+    with_grid = getattr(options, "grid", False)
+    if not shapes:
+        targets = [CHAINS[name].target for name in options.names if name in CHAINS]
+        shapes = [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
+    if with_grid:
+        shapes = [*shapes, *GRID]
+    for name, form in forms.items():
+        if not any(len(shape) == len(form) for shape in shapes):
+            options.parser.error(f"argument --shapes: {name} takes {' x '.join(form)}")
+    cases = (
+        (name, dtype, shape)
+        for shape in shapes
+        for name, form in forms.items()
+        if len(form) == len(shape)
+        for dtype in options.dtypes
+    )
+    return list(dict.fromkeys(cases))
+
+
+def _problems(cases: list[_Case], options: argparse.Namespace, gpu: Gpu) -> list[Problem]:
+    """The problems of the cases, each once, in the same order."""
+    problems = [
+        problem
+        for case in cases
+        for problem in (
+            _problems_of_chain(case, tuple(options.passes), gpu) if case[0] in CHAINS else _problems_of_kernel(case)
+        )
+    ]
+    problems = list(dict.fromkeys(problems))
+    for problem in problems:
+        if not KERNELS[problem.kernel].takes(problem):
+            options.parser.error(f"argument --shapes: {problem} is no problem of the kernel: its groups must be whole")
+    if not problems:
+        options.parser.error(f"argument --passes: {','.join(options.names)} has none that is looked up")
+    return problems
+
+
+def _problems_of_chain(case: _Case, passes: tuple[str, ...], gpu: Gpu) -> list[Problem]:
+    """The problems that the chain looks up on this GPU."""
+    name, dtype, sizes = case
+    chain = CHAINS[name]
+    if isinstance(chain, LinearChain):
+        problems = chain.problems(sizes, dtype, passes, by_cublas=_prefers_cublas(case, gpu))
+    else:
+        problems = chain.problems(sizes, dtype, passes)
+    if gpu.splits_float32:
+        return [problem for problem in problems if problem.precision is None]
+    return problems
+
+
+def _prefers_cublas(case: _Case, gpu: Gpu) -> bool:
+    """Whether this is a Linear chain in 16 bits whose product cuBLAS computes."""
+    name, dtype, sizes = case
+    if not isinstance(CHAINS.get(name), LinearChain) or dtype == "float32":
+        return False
+    M, K, N = sizes
+    return gpu.prefers_cublas(M, N, K)
+
+
+def _problems_of_kernel(case: _Case) -> list[Problem]:
+    name, dtype, sizes = case
+    kernel = KERNELS[name]
+    return [Problem(name, dtype, sizes, kernel.precision(dtype), layout) for layout in kernel.layouts]
+
+
+def _device(parser: Parser, without: str) -> torch.device:
+    """The GPU of this process. ``without`` says what to do where there is none."""
+    if INTERPRETED:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        parser.error(f"no GPU is here: {without}")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gpu_of(options: argparse.Namespace) -> Gpu:
+    """The GPU that --gpu names, or the one here."""
+    return options.gpu or Gpu.of(_device(options.parser, "name one, as in --gpu h200; show --list lists all"))
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    parser = options.parser
+    device = _device(parser, "a sweep needs one. (TRITON_INTERPRET=1 tries the command on a CPU; times mean nothing)")
+    gpu = Gpu.of(device)
+    problems = _problems(_cases(options), options, gpu)
+    try:
+        table = tables.user_path(gpu)
+        with locked(table), contextlib.suppress(ValueError):  # a file that is no table is kept beside the new one
+            tables.entries_of(table, gpu)
+    except OSError as error:
+        parser.error(f"cannot write your tables: {error.filename}: {error.strerror}")
+    dropped = [f"--{name}" for name in ("again", "quick") if getattr(options, name)]
+    interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
+    with (
+        reporting.SweepReport(gpu, table, len(problems), dropped) as report,
+        Precompiler(gpu, options.processes) as precompiler,
+    ):
+        return report.run(
+            lambda: sweep.sweep_and_store(
+                problems,
+                device,
+                budget=options.budget_seconds,
+                again=options.again,
+                is_quick=options.quick,
+                **(interpreted if INTERPRETED else {"resources": precompiler}),
+                on_problem=report.begin,
+                on_outcome=report.add_outcome,
+                on_result=report.add_result,
+            )
+        )
+
+
+def _export(options: argparse.Namespace) -> int:
+    _refuse_options_of_a_sweep(options)
+    gpu = _gpu_of(options)
+    try:
+        table = tables.user_path(gpu)
+        content = tables.render(*tables.read_strictly(table))
+    except FileNotFoundError as error:
+        options.parser.error(f"no table of your own for {gpu.name}: {error.filename}: {error.strerror}")
+    except OSError as error:
+        options.parser.error(f"cannot read {error.filename}: {error.strerror}")
+    except ValueError as error:
+        options.parser.error(f"{table}: {error}")
+    if str(options.file) == "-":
+        sys.stdout.write(content)
+        return 0
+    try:
+        replace_file(options.file, content.encode())
+    except OSError as error:
+        return cannot_write(options.parser.prog, options.file, error)
+    print(f"{gpu.name}: {table} is written to {options.file}")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    _refuse_options_of_a_sweep(options)
+    read = []
+    for path in options.files:  # all, before anything is changed
+        try:
+            read.append((path, *sharing.read(path)))
+        except (OSError, ValueError) as error:
+            options.parser.error(f"{path}: {getattr(error, 'strerror', None) or error}")
+    for path, gpu, entries in read:
+        try:
+            merged = sharing.merge(gpu, entries)
+        except OSError as error:
+            options.parser.error(f"{path} is not merged: {error.filename}: {error.strerror}")
+        counts = f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept"
+        print(f"{path}: {gpu.name}: {counts}, in {tables.user_path(gpu)}")
+    return 0
+
+
+def _refuse_options_of_a_sweep(options: argparse.Namespace) -> None:
+    """argparse accepts them before the name of a sub-command, which would ignore them."""
+    for name, default in vars(options.sweep.parse_args([])).items():
+        if name not in ("run", "parser") and getattr(options, name) != default:
+            options.parser.error(f"--{name.replace('_', '-')} is an option of a sweep, not of this command")
+
+
+def _show(options: argparse.Namespace) -> int:
+    gpu = _gpu_of(options)
+    cases = _cases(options)
+    found = [(problem, lookup.find(problem, gpu)) for problem in _problems(cases, options, gpu)]
+    notes = [
+        f"{name} {dtype} {'x'.join(map(str, sizes))}: cuBLAS computes the product"
+        for name, dtype, sizes in cases
+        if "forward" in options.passes and _prefers_cublas((name, dtype, sizes), gpu)
+    ]
+    if gpu.lacks_hopper_convolutions and any(problem.kernel == "convolution" for problem, _ in found):
+        notes.append(
+            f"triton {triton.__version__} cannot compile the convolutions for Hopper: the portable kernel runs forward,"
+            " cuDNN backward and for float32"
+        )
+    with contextlib.suppress(OSError):  # the lookup has warned
+        own = tables.user_path(gpu)
+        if not own.exists():
+            notes.append(f"no table of your own for {gpu.name} in {own.parent}")
+    if options.csv:
+        reporting.show_csv(gpu, found)
+        print(*notes, sep="\n", file=sys.stderr)
+    else:
+        reporting.show(gpu, found, notes)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    if INTERPRETED:
+        options.parser.error("kernels do not compile in the interpreter: unset TRITON_INTERPRET")
+    for path in options.tables:
+        if not path.is_file():
+            options.parser.error(f"{path} is no file")
+    paths, notes = options.tables, []
+    if not paths:
+        paths = sorted(tables.shipped_folder().glob("*.json"))
+        try:
+            own = sorted(path for path in tables.user_folder().iterdir() if path.suffix == ".json")
+            place = str(tables.user_folder())
+        except OSError as error:
+            own, place = [], f"{error.filename} ({error.strerror})"
+        paths += own
+        if not own:
+            notes.append(f"no tables of your own in {place}")
+    kernels = None if options.names is None else {kernel for name in options.names for kernel in kernels_of(name)}
+    return reporting.check(paths, kernels, options.processes or len(os.sched_getaffinity(0)), notes)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run one of the commands; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    with command_line.plain_warnings(options.parser.prog):
+        return options.run(options)

@@ -1,0 +1,65 @@
+"""Share tables between machines: read another one's table with care, and merge it into the user's own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+from autotune_configs import lookup, tables
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import KERNELS, config_of
+from autotune_configs.tables import Entry
+
+
+@dataclass(frozen=True)
+class Merged:
+    """How many entries were new, replaced one of the user's own, or lost to one."""
+
+    added: int
+    replaced: int
+    kept: int
+
+
+def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
+    """A table whose entries can all be used on its GPU.
+
+    Raises OSError if the file cannot be read, and ValueError if it is no table or holds an entry that is not valid.
+    """
+    gpu, entries = tables.read_strictly(path)
+    for entry in entries:
+        if entry.problem.kernel not in KERNELS:
+            raise ValueError(f"unknown kernel {entry.problem.kernel!r}")
+        if config_of(entry.config, entry.problem, gpu) is None:
+            raise ValueError(f"no valid config of {entry.problem}: {entry.config}")
+    return gpu, entries
+
+
+def merge(gpu: Gpu, entries: Iterable[Entry]) -> Merged:
+    """Merge entries into the user's own table of their GPU. Raises OSError as ``tables.change`` does."""
+    counts = dict.fromkeys(("added", "replaced", "kept"), 0)
+
+    def merged(own: tuple[Entry, ...]) -> Iterable[Entry]:
+        best = {entry.problem: entry for entry in own}
+        for entry in entries:
+            old = best.get(entry.problem)
+            if old is None or _rank(entry) < _rank(old):
+                best[entry.problem] = entry
+                counts["added" if old is None else "replaced"] += 1
+            else:
+                counts["kept"] += 1
+        return best.values()
+
+    tables.change(tables.user_path(gpu), gpu, merged)
+    lookup.forget()
+    return Merged(**counts)
+
+
+def _rank(entry: Entry) -> tuple[bool, float]:
+    """The lower, the better: first entries of the installed Triton, then those that gain most on the heuristic.
+
+    A sweep measures anew what another Triton compiled. Times of two machines do not compare, as their clocks differ;
+    ratios do, as each is measured interleaved with the heuristic's config on one machine. A date says nothing: an older
+    sweep may have tried more configs.
+    """
+    return entry.triton != triton.__version__, entry.ratio

@@ -1,0 +1,55 @@
+"""Worker processes that end at once when their owner ends or gives them up.
+
+This module loads no torch: a worker that has just started can already be ended.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import Connection
+
+
+class WorkerPool:
+    """A pool of processes; a context manager that ends them, whatever they are doing.
+
+    A worker that dies breaks the pool: ``submit`` and the futures then raise BrokenProcessPool.
+    """
+
+    def __init__(self, processes: int):
+        # Not forked: a process that has a CUDA context or threads must not be.
+        context = multiprocessing.get_context("spawn")
+        # The system closes an owner's end of a pipe however the owner ends.
+        self._reader, self._writer = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(
+            processes, mp_context=context, initializer=_end_with_owner, initargs=(self._reader,)
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._writer.close()
+        self._executor.shutdown(cancel_futures=True)
+        self._reader.close()
+
+    def submit(self, function: Callable, *arguments) -> Future:
+        """Call a function in a worker."""
+        # A terminal sends Ctrl-C to workers, too. They start here and inherit the mask, so only the owner answers it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self._executor.submit(function, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end_with_owner(reader: Connection) -> None:
+    """Watch the pipe in a thread, and end this process when its other end closes."""
+
+    def watch():
+        reader.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,57 @@
+"""Merging tables: which of two entries for one problem wins, and what is counted."""
+
+from dataclasses import replace
+
+import pytest
+import triton
+
+from autotune_configs import lookup, sharing, tables
+from autotune_configs.sharing import Merged, merge
+from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry
+
+INSTALLED = triton.__version__
+KEPT, REPLACED = Merged(0, 0, 1), Merged(0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "own, other, merged",
+    [
+        ((INSTALLED, 0.9), (INSTALLED, 0.8), REPLACED),
+        ((INSTALLED, 0.8), (INSTALLED, 0.9), KEPT),
+        ((INSTALLED, 0.9), (INSTALLED, 0.9), KEPT),
+        ((INSTALLED, 0.9), ("0.1", 0.8), KEPT),
+        (("0.1", 0.8), (INSTALLED, 0.9), REPLACED),
+        (("0.1", 0.9), ("0.2", 0.8), REPLACED),
+        (("0.2", 0.8), ("0.1", 0.9), KEPT),
+    ],
+)
+def test_the_better_of_two(folder, own, other, merged):
+    """Neither the date nor the time says which one that is."""
+    first, second = (
+        replace(entry(config), triton=version, ratio=ratio)
+        for config, (version, ratio) in zip((FIRST, SECOND), (own, other), strict=True)
+    )
+    second = replace(second, date="2027-01-01", microseconds=first.microseconds / 2)
+    tables.store(tables.user_path(GPU), GPU, first)
+    assert merge(GPU, [second]) == merged
+    assert tables.read(tables.user_path(GPU), GPU) == (second if merged == REPLACED else first,)
+
+
+def test_two_of_one_problem_in_a_file(folder):
+    best = replace(entry(SECOND), ratio=0.5)
+    assert merge(GPU, [entry(FIRST), best, entry(SECOND)]) == Merged(1, 1, 1)
+    assert tables.read(tables.user_path(GPU), GPU) == (best,)
+
+
+def test_merged_entries_are_found_at_once(folder):
+    merge(GPU, [entry(FIRST)])
+    assert lookup.find(entry().problem, GPU).config == FIRST
+    merge(GPU, [replace(entry(SECOND), ratio=0.5)])
+    assert lookup.find(entry().problem, GPU).config == SECOND
+
+
+def test_all_shipped_tables_can_be_merged(folder):
+    for path in tables.shipped_folder().glob("*.json"):
+        gpu, entries = sharing.read(path)
+        assert merge(gpu, entries) == Merged(len(entries), 0, 0)
+        assert tables.user_path(gpu).read_text() == path.read_text()
