@@ -55,7 +55,10 @@ LEFT_OUT = {
     "triton_kernels/linear.py tile_place": "the order of tiles is for speed",
 }
 #: What holds the chains from end to end.
-CHAINS = ["ops/test_modules.py", "ops/test_module_options.py", "ops/test_operators.py", "ops/test_reference.py", "test_shapes.py"]
+CHAINS = [
+    *(f"ops/test_{name}.py" for name in ("modules", "module_options", "operators", "reference")),
+    "test_shapes.py",
+]
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
