@@ -30,7 +30,7 @@ pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: L19's problems and the rest of their geometry: 64 channels are a block of Hopper's kernels, and 3 x 3 the target's
-#: taps; 37 channels are no multiple of 16 bytes, and strides and groups are the library's. Of float32 images in
+#: taps; 37 channels are no multiple of 16 bytes, and cuDNN computes strides and groups. Of float32 images in
 #: contiguous format, only "64-64-3x3" and those of its size are so many pixels and channels that PyTorch takes TF32.
 CONVOLUTIONS = {
     "64-64-3x3": (Problem(4, 64, 8, 8, pixels=(64, 72)), {}),

@@ -27,7 +27,7 @@ def run(chain, arguments, grad_output):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How many calls were repeated; the library's sums are in a fixed order, as the project's are."""
+    """How many calls were repeated; cuBLAS adds in a fixed order, as our kernels do."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     count = []
     run = replay.Plan.run
@@ -39,7 +39,7 @@ def check(chain, arguments, runs):
     grad_output = draw_grad_output(chain, arguments, unsafe="keep")
     draws = [redrawn(arguments, seed) for seed in range(4)]
     results = [run(chain, draw, grad_output) for draw in draws]
-    # A float32 product of few rows is the library's, with nothing to launch beside it.
+    # cuBLAS computes a float32 product of few rows, with nothing to launch beside it.
     assert len(runs) >= 2 or (chain is LINEAR and arguments["input"].dtype == torch.float32)
     for draw, result in zip(draws, results, strict=True):
         replay.forget()

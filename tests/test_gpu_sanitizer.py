@@ -138,7 +138,7 @@ def test_blocks(chain, pixels, dtype):
     run_both_ways(chain.function, arguments_of(chain, Problem(5, 1, 3, 4, pixels=pixels), dtype))
 
 
-#: Of 64 channels, which Hopper's kernels take as they are; of few and odd ones; and what the library convolves.
+#: Of 64 channels, which Hopper's kernels take as they are; of few and odd ones; and what cuDNN convolves.
 CONVOLUTIONS = {
     "64-64-3x3": (Problem(4, 64, 8, 8, pixels=(64, 72)), {}),
     "40-72-2x3": (Problem(2, 40, 9, 8, pixels=(20, 16), kernel=(2, 3)), {"padding": (1, 2)}),

@@ -152,7 +152,7 @@ def test_every_element_is_as_good_as_the_librarys(kind):
 @pytest.mark.parametrize("kind", ["normal", "positive"])
 @pytest.mark.parametrize("size", [(512, 512, 512), (512, 1024, 1024), (1024, 1024, 2048), (2048, 512, 4096)], ids=str)
 def test_products_of_few_tiles(size, kind):
-    """Where the library adds a product up in several parts, its error is smallest."""
+    """Where cuBLAS uses split-K, its error is smallest."""
     torch.set_float32_matmul_precision("highest")
     rows, columns, depth = size
     input, weight = data(kind, rows, depth, 0), data(kind, columns, depth, 1)

@@ -76,7 +76,7 @@ def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):
 def test_image_group_norm(dtype, direct, z_format, arch):
     """As L19 calls it: where z is made directly it is always channels_last, else of its input's format, as the result.
 
-    The gradient comes in z's format, and the library's z is without the convolution's bias. The other GELU is the same
+    The gradient comes in z's format, and cuDNN's z is without the convolution's bias. The other GELU is the same
     in every dtype.
     """
     z = images(dtype, z_format, size=SIZE + 2).flatten(2)

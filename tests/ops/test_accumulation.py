@@ -85,7 +85,7 @@ LAUNCHES = {
 def test_launches(chain):
     """Memory of its own for each gradient costs no launch: kernels write to it, in its dtype."""
     for problem, launches in zip(PROBLEMS, LAUNCHES[chain], strict=True):
-        arguments = make_arguments(chain, problem, torch.bfloat16)  # whose products are the library's
+        arguments = make_arguments(chain, problem, torch.bfloat16)  # whose products cuBLAS computes
         parameters = same_shaped(arguments)
         output = chain.function(**{**arguments, **parameters})
         launched = []

@@ -18,7 +18,7 @@ from tests.images import GEOMETRIES, PROBLEM, arguments_of, in_format
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 by_geometry = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 by_approximation = pytest.mark.parametrize("approximate", ["none", "tanh"])
-#: The project's convolution or the library's, by dtype, for stride 1; all others are the library's in any dtype.
+#: Our convolution or cuDNN's, by dtype, for stride 1; all others are cuDNN's in any dtype.
 by_geometry_and_dtype = pytest.mark.parametrize(
     "geometry, dtype",
     [*((GEOMETRIES[0], dtype) for dtype in DTYPES), *zip(GEOMETRIES[1:], DTYPES, strict=True)],
@@ -100,7 +100,7 @@ def test_kinds_of_data(dtype, kind):
     check(L19, arguments_of(Problem(16, 8, 2, 8, pixels=(5, 4)), dtype, kind=kind))
 
 
-# The project's convolution in both short dtypes, the library's, and both kinds of GELU.
+# Our convolution in both 16-bit dtypes, cuDNN's, and both kinds of GELU.
 @pytest.mark.parametrize(
     "geometry, dtype",
     [

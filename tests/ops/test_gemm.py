@@ -1,4 +1,4 @@
-"""Matrix products: what the library is asked for."""
+"""Matrix products: what cuBLAS is asked for."""
 
 import pytest
 import torch

@@ -155,7 +155,7 @@ def results_of(name, arguments):
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_layout_changes_no_value(name):
-    """To PyTorch's tolerance: the library multiplies transposed matrices in another order."""
+    """To PyTorch's tolerance: cuBLAS multiplies transposed matrices in another order."""
     for result, expected in zip(
         results_of(name, OTHERWISE["permuted"][name]), results_of(name, SAMPLES[name][0]), strict=True
     ):

@@ -62,7 +62,7 @@ def test_repeated_training_steps(chain, dtype, runs):
     arguments = make_arguments(chain, PROBLEM, dtype)
     draws = [redrawn(arguments, seed) for seed in range(3)]
     results = [trained(chain, draw) for draw in draws]
-    # The backward pass of a product alone is the library's, in 16 bits.
+    # cuBLAS computes the backward pass of a product alone, in 16 bits.
     assert len(runs) >= (1 if chain is LINEAR else 2), "the third step's operators are repeated"
     for draw, result in zip(draws, results, strict=True):
         replay.forget()

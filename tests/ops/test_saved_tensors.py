@@ -143,7 +143,7 @@ def test_unpacked_otherwise(chain, problem, layout):
     expected, results = gradients(chain, arguments), gradients(chain, arguments, unpacked=unpacked)
     assert any(tensor.ndim == 1 for tensor in layouts) or chain is LINEAR
     for name in expected:
-        torch.testing.assert_close(results[name], expected[name], msg=name)  # the library adds in another order
+        torch.testing.assert_close(results[name], expected[name], msg=name)  # cuBLAS adds in another order
 
 
 #: Vectors whose values a gradient is made of: a norm's weight as in PyTorch, which saves what is added to a bias in
@@ -177,7 +177,7 @@ def test_changed_before_the_backward_pass(chain):
 
 
 def test_convolution_bias_that_the_norms_passes_add():
-    """Where the library convolves, z is without it."""
+    """Where cuDNN convolves, z is without it."""
     arguments = make_arguments(L19, Problem(rows=2, depth=6, groups=2, group_size=4), torch.float32)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(L19, arguments, changed=["conv_bias"])
