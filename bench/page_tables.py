@@ -56,8 +56,9 @@ def _main_table(results: DeviceResults) -> str:
     rounds = " or ".join(map(str, sorted({row.rounds for row in used if row.rounds})))
     sizes = "; ".join(f"{_chains(used, product)}: {_DIMENSIONS[product]} = {shape}" for product, shape in shapes)
     note = (
-        f"{_setup(results, used)} Device time in {rounds} interleaved rounds. {sizes}. `compile`: the faster of "
-        "`torch.compile`'s default mode and max-autotune. Error: `norm(output - float64) / norm(float64)`."
+        f"{_setup(results, used)} Device time in {rounds} interleaved rounds; training is a forward and a backward "
+        f"pass. {sizes}. `compile`: `torch.compile` in the fastest of the modes measured. Error of the output: "
+        "`norm(result - float64) / norm(float64)`."
     )
     return f"{markdown_table(names, cells, left=(0, 1))}\n\n{note}"
 

@@ -264,10 +264,8 @@ def test_table_of_times(table):
     ]
     assert list(lines[0].values())[2:] == ["**100**", "110", "200", "**200**", "220", "400", "1.0e-03 / 2.0e-03"]
     assert list(lines[1].values())[2:5] == ["**100**", "300", "–"]
-    assert note.startswith(
-        "NVIDIA H200, driver 580, torch 2.11, triton 3.6. Device time in 20 interleaved rounds. L94: b"
-    )
-    assert f"in_features x out_features = {TARGET}; L19: " in note and f"kernel = {CONVOLUTION}." in note
+    assert note.startswith("NVIDIA H200, driver 580, torch 2.11, triton 3.6. Device time in 20 interleaved rounds; ")
+    assert f" L94: batch x in_features x out_features = {TARGET}; L19: " in note and f"kernel = {CONVOLUTION}." in note
 
 
 def test_table_of_errors(table):
