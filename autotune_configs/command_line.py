@@ -44,15 +44,15 @@ def plain_warnings(program: str) -> Iterator[None]:
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argument type: some of the ``known`` names, separated by commas."""
-    known = tuple(known)
+    """An argument type: some of the ``known`` names, in any case, separated by commas."""
+    by_lower = {name.lower(): name for name in known}
 
     def parse(text: str) -> list[str]:
-        found = text.split(",")
+        found = [name.strip() for name in text.split(",")]
         for name in found:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return list(dict.fromkeys(found))
+            if name.lower() not in by_lower:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(by_lower.values())}")
+        return list(dict.fromkeys(by_lower[name.lower()] for name in found))
 
     return parse
 

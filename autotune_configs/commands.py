@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
@@ -37,9 +38,13 @@ def _shapes(text: str) -> list[tuple[int, ...]]:
 
 
 def _seconds(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return float(text)
+    return seconds
 
 
 def _gpu(text: str) -> Gpu:
@@ -333,7 +338,8 @@ def _show(options: argparse.Namespace) -> int:
             notes.append(f"no table of your own for {gpu.name} in {own.parent}")
     if options.csv:
         reporting.show_csv(gpu, found)
-        print(*notes, sep="\n", file=sys.stderr)
+        for note in notes:
+            print(note, file=sys.stderr)
     else:
         reporting.show(gpu, found, notes)
     return 0

@@ -13,11 +13,14 @@ _PATIENCE = 10.0
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file in one step, and make its folder. Nobody reads half of it, even if the writer is interrupted.
 
-    One process at a time may do this. Raises OSError if it fails, and then leaves nothing behind.
+    One process at a time may do this. A link stays a link: the file behind it is written. Raises OSError if it fails,
+    and for what is no regular file (a folder, a FIFO, a device), and then leaves nothing behind.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        code = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(code, os.strerror(code) if path.is_dir() else "no regular file", str(path))
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)  # left by a process that was killed
     try:
@@ -40,6 +43,7 @@ def locked(path: Path, patience: float | None = None) -> Iterator[None]:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
+    os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))  # filelock would try again and again
     patience = _PATIENCE if patience is None else max(0.0, patience)  # below zero, filelock would wait for ever
     try:
         held = FileLock(lock, timeout=patience).acquire()

@@ -43,6 +43,8 @@ class Gpu:
         architecture and size may still differ, as in the speed of their memory.
         """
         words = _words(name)
+        if not words:
+            raise ValueError(f"no GPU is named by {name!r}")
         meant = [known for known in KNOWN if set(words) <= set(_words(known))]
         meant = meant or [known for known in KNOWN if "".join(words) in "".join(_words(known))]
         if len(meant) != 1:

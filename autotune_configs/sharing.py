@@ -7,7 +7,7 @@ from pathlib import Path
 import triton
 
 from autotune_configs import lookup, tables
-from autotune_configs.gpus import Gpu
+from autotune_configs.gpus import KNOWN, Gpu
 from autotune_configs.kernels import KERNELS, config_of
 from autotune_configs.tables import Entry
 
@@ -24,15 +24,27 @@ class Merged:
 def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
     """A table whose entries can all be used on its GPU.
 
-    Raises OSError if the file cannot be read, and ValueError if it is no table or holds an entry that is not valid.
+    Raises OSError if the file cannot be read, and ValueError if it is no table, describes a GPU otherwise than it is
+    known, or holds an entry that is not valid.
     """
     gpu, entries = tables.read_strictly(path)
+    known = _known(gpu)
+    if known and known != gpu:
+        raise ValueError(f"it is of {gpu}, but that GPU is known as {known}")
     for entry in entries:
         if entry.problem.kernel not in KERNELS:
             raise ValueError(f"unknown kernel {entry.problem.kernel!r}")
         if config_of(entry.config, entry.problem, gpu) is None:
             raise ValueError(f"no valid config of {entry.problem}: {entry.config}")
     return gpu, entries
+
+
+def _known(gpu: Gpu) -> Gpu | None:
+    """The GPU of this name as the user's own table has it, or as it is listed."""
+    try:
+        return tables.read_strictly(tables.user_path(gpu))[0]
+    except (OSError, ValueError):
+        return Gpu.called(gpu.name) if gpu.name in KNOWN else None
 
 
 def merge(gpu: Gpu, entries: Iterable[Entry]) -> Merged:

@@ -25,6 +25,8 @@ from autotune_configs.problem import Problem
 _LARGEST_SIZE = 2**40
 #: A larger file is not read. 4 MiB hold 13,000 entries (25 times the shipped ones for the H200) and take a second.
 _LARGEST_TABLE = 2**22
+#: Characters of a GPU's name, at most: files are named after it.
+_LONGEST_NAME = 100
 #: The most characters of a warning, which may quote what is wrong.
 _LONGEST_WARNING = 600
 #: The environment variable that names another folder for the user's own tables.
@@ -165,8 +167,10 @@ def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
         table = json.loads(text)
         gpu = Gpu(**table["gpu"])
         name, *numbers = asdict(gpu).values()
-        if not (_is_text(name) and all(map(_is_size, numbers))):
-            raise ValueError(f"{table['gpu']!r} is no GPU")
+        if not (
+            _is_text(name) and 0 < len(name) <= _LONGEST_NAME and name.isprintable() and all(map(_is_size, numbers))
+        ):
+            raise ValueError(f"{str(table['gpu'])[:_LONGEST_NAME]!r} is no GPU")
         return gpu, tuple(map(Entry.from_json, table["entries"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no table of configs ({type(error).__name__}: {error})") from error

@@ -1,10 +1,8 @@
 """The command line of ``python -m bench``: which of its commands runs."""
 
+import io
 import sys
 from importlib import import_module
-
-from autotune_configs.command_line import called_as
-from bench.results import BadResult
 
 #: Module by first argument; without one of these, the bench measures. A module is imported when its command runs: the
 #: report needs neither torch nor the kernels.
@@ -19,17 +17,28 @@ _COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    command = arguments[:1] if arguments and arguments[0] in _COMMANDS else []
-    module = import_module(_COMMANDS[command[0]] if command else "bench.measure")
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:  # also in the seconds that torch takes to load
+        return 130  # as a shell has it; what was measured is kept
+
+
+def _run(arguments: list[str]) -> int:
+    from autotune_configs.command_line import Parser, called_as
+    from bench.results import BadResult
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without "µ" and "–" gets "?"
+    command = arguments[:1] if arguments and not arguments[0].startswith("-") else []
+    if command and command[0] not in _COMMANDS:
+        Parser(prog=called_as("bench")).error(f"{command[0]!r} is no command: there are {', '.join(_COMMANDS)}")
     prog = " ".join([called_as("bench"), *command])
+    module = import_module(_COMMANDS[command[0]] if command else "bench.measure")
     try:
         return module.main(arguments[len(command) :], prog)
     except BadResult as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130  # as a shell has it; what was measured is kept
 
 
 if __name__ == "__main__":

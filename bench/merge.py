@@ -17,4 +17,5 @@ def main(arguments: list[str], prog: str) -> int:
     parser.add_argument("--into", type=Path, metavar="FILE", required=True, help="the file to write")
     options = parser.parse_args(arguments)
     merge(options.files, options.into)
+    print(f"wrote {options.into}")
     return 0

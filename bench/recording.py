@@ -69,7 +69,7 @@ class Recording:
         self._progress.stop()
         if self.rows:
             self._console.print(*self._tables(self.rows), sep="\n")
-        if not self._on_gpu:
+        if self.rows and not self._on_gpu:
             self._console.print(f"[bold]{NO_GPU}[/]")
 
     def begin(self, cell: object) -> None:

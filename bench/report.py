@@ -31,8 +31,11 @@ def main(arguments: list[str], prog: str) -> int:
     )
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="what --output wrote; default: *.jsonl")
     parser.add_argument("--page", type=Path, metavar="FILE", help="the page to write; pictures go beside it")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all rows as one table instead")
-    parser.add_argument("--check", action="store_true", help="write nothing, and name what is not current")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write all rows as one table instead; - is the output"
+    )
+    instead.add_argument("--check", action="store_true", help="write nothing, and name what is not current")
     options = parser.parse_args(arguments)
     in_repository = _RESULTS.is_dir() and not options.files and not options.page
     folder = _RESULTS if _RESULTS.is_dir() and not options.files else Path()
@@ -40,6 +43,9 @@ def main(arguments: list[str], prog: str) -> int:
     if not paths:
         parser.error(f"no results (*.jsonl) in {folder.resolve()}")
     devices = read_all(paths)
+    if str(options.csv) == "-":
+        print(flat_table(devices), end="")
+        return 0
     if options.csv:
         return _write({options.csv: flat_table(devices).encode()})
     page = _ROOT / "docs" / "benchmarks.md" if in_repository else options.page or Path("benchmarks.md")

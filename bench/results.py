@@ -63,6 +63,7 @@ def read(path: Path) -> tuple[Header, list[Entry]]:
 def _parsed(line: bytes, place: str) -> dict:
     try:
         parsed = json.loads(line)
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be written again
     except (ValueError, RecursionError) as error:
         raise BadResult(f"{place}: no JSON: {error}") from None
     if not isinstance(parsed, dict):
@@ -130,6 +131,8 @@ def merge(paths: Iterable[Path], into: Path) -> None:
     headers, entries = {}, []
     for path in ([into] if into.exists() else []) + list(paths):
         headers[path], found = read(path)
+        for entry in found:
+            _known_fields(ROWS[headers[path].experiment], entry)
         entries += found
     first = next(iter(headers))
     for path in headers:
@@ -209,13 +212,23 @@ def _typed(row_class: type[Row], entry: Entry) -> Row:
     except ModuleNotFoundError:
         raise BadResult('reading results needs msgspec: pip install "normfuse[bench]"') from None
 
-    unknown = set(entry.row) - {each.name for each in fields(row_class)}
-    if unknown:
-        raise BadResult(f"{entry.place}: unknown field {min(unknown)[:40]!r}")
+    _known_fields(row_class, entry)
     try:
         return msgspec.convert(entry.row | {"run": entry.run}, row_class)
     except msgspec.ValidationError as error:
         raise BadResult(f"{entry.place}: {error}") from None
+
+
+def _known_fields(row_class: type[Row], entry: Entry) -> None:
+    """BadResult for a row with an unknown field, or without one that says which cell it is of."""
+    unknown = set(entry.row) - {each.name for each in fields(row_class)}
+    if unknown:
+        raise BadResult(f"{entry.place}: unknown field {min(unknown)[:40]!r}")
+    missing = [
+        name for name in ("chain", "product", "shape", "dtype", "mode") if not isinstance(entry.row.get(name), str)
+    ]
+    if missing:
+        raise BadResult(f"{entry.place}: no text {missing[0]!r}")
 
 
 def now() -> datetime:

@@ -100,6 +100,20 @@ def integer(name: str, value: SupportsIndex) -> int:
     return number
 
 
+def size(name: str, value: SupportsIndex) -> int:
+    """``value`` as an int that is at least 1."""
+    number = integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def dtype(value: torch.dtype | None) -> None:
+    """The dtype of a module's parameters. None stands for PyTorch's default."""
+    if value is not None and value not in _DTYPES:
+        raise TypeError(f"dtype must be float32, bfloat16, float16, float64 or None, got {value!r}")
+
+
 def shape(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
     """``value``, an int or a sequence of ints, as the shape of a tensor."""
     sizes = value if isinstance(value, (tuple, list)) else (value,)

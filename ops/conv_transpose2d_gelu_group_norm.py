@@ -311,8 +311,9 @@ class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_channels = checks.integer("in_channels", in_channels)
-        out_channels = checks.integer("out_channels", out_channels)
+        in_channels = checks.size("in_channels", in_channels)
+        out_channels = checks.size("out_channels", out_channels)
+        checks.dtype(dtype)
         kernel_size, stride = convolution.pair("kernel_size", kernel_size, 1), convolution.pair("stride", stride, 1)
         num_groups, eps = checks.groups(out_channels, num_groups), checks.epsilon(eps)
         self.conv_transpose = torch.nn.ConvTranspose2d(

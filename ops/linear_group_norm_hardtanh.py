@@ -134,8 +134,9 @@ class LinearGroupNormHardtanh(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_features = checks.integer("in_features", in_features)
-        out_features = checks.integer("out_features", out_features)
+        in_features = checks.size("in_features", in_features)
+        out_features = checks.size("out_features", out_features)
+        checks.dtype(dtype)
         num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
         least, most = checks.real("hardtanh_min", hardtanh_min), checks.real("hardtanh_max", hardtanh_max)
         if not least < most:  # torch.nn.Hardtanh asserts it

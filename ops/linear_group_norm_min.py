@@ -283,8 +283,9 @@ class LinearGroupNormMin(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_features = checks.integer("in_features", in_features)
-        out_features = checks.integer("out_features", out_features)
+        in_features = checks.size("in_features", in_features)
+        out_features = checks.size("out_features", out_features)
+        checks.dtype(dtype)
         num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
         shape = checks.shape("bias_shape", bias_shape)
         if not _is_channel_axis(shape):

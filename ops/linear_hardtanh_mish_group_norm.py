@@ -134,8 +134,9 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_features = checks.integer("in_features", in_features)
-        out_features = checks.integer("out_features", out_features)
+        in_features = checks.size("in_features", in_features)
+        out_features = checks.size("out_features", out_features)
+        checks.dtype(dtype)
         shape = checks.shape("bias_shape", bias_shape)
         if not checks.is_vector(shape, out_features):
             raise ValueError(f"bias_shape must be ({out_features},), got {shape}")

@@ -39,6 +39,28 @@ def test_old_content_until_the_new_is_whole(tmp_path, monkeypatch):
     assert seen == [(b"new", b"old")] and path.read_bytes() == b"new"
 
 
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    replace_file(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_only_files_are_replaced(make, tmp_path):
+    make(tmp_path / "other")
+    before = (tmp_path / "other").stat()
+    with pytest.raises(OSError, match="no regular file|Is a directory"):
+        replace_file(tmp_path / "other", b"new")
+    assert (tmp_path / "other").stat().st_ino == before.st_ino and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_lock_that_cannot_be_made():
+    """It is said at once, and not that another process holds it."""
+    with pytest.raises(FileNotFoundError), locked(Path("/proc/table")):
+        pass
+
+
 def test_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"old")

@@ -40,7 +40,7 @@ def test_called_by_a_part_of_its_name(text, name):
             "'a100' may be any of NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe$",
         ),
         ("h100", "'h100' may be any of NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe$"),
-        ("", "'' may be any of "),
+        ("", "no GPU is named by ''$"),
     ],
 )
 def test_a_name_of_no_gpu_or_of_several(text, message):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,10 +29,13 @@ def test_own_bench():
     assert result.returncode == 0 and "Check the chains against float64" in result.stdout, result.stderr
 
 
-def test_bench_of_another_project(tmp_path):
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "__init__.py").write_text("raise SystemExit('it was imported')")
+@pytest.mark.parametrize("name", ["bench", "ops", "triton_kernels"])
+def test_package_of_another_project(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise SystemExit('it was imported')")
     result = bench("--help", first=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith("normfuse-bench: needs the package 'bench' of the normfuse distribution, but found")
+    assert result.stderr.startswith(
+        f"normfuse-bench: needs the package {name!r} of the normfuse distribution, but found"
+    )
     assert str(tmp_path) in result.stderr and "it was imported" not in result.stderr

@@ -55,3 +55,25 @@ def test_all_shipped_tables_can_be_merged(folder):
         gpu, entries = sharing.read(path)
         assert merge(gpu, entries) == Merged(len(entries), 0, 0)
         assert tables.user_path(gpu).read_text() == path.read_text()
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "bad\ud800x", "\x1b[31mred\nline", "x" * 5000])
+def test_names_that_are_no_text(name, folder, tmp_path):
+    """Files are named after a GPU, and its name is printed."""
+    path = tmp_path / "table.json"
+    path.write_text(tables.render(replace(GPU, name=name), [entry(FIRST)]))
+    with pytest.raises(ValueError, match="is no GPU") as raised:
+        sharing.read(path)
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("known", ["listed", "own"])
+def test_gpu_that_is_known_otherwise(known, folder, tmp_path):
+    """A table's GPU decides what its entries are compiled for."""
+    gpu = GPU if known == "listed" else replace(GPU, name="NVIDIA Unlisted")
+    if known == "own":
+        tables.store(tables.user_path(gpu), gpu, entry(FIRST))
+    path = tmp_path / "table.json"
+    path.write_text(tables.render(replace(gpu, multiprocessors=108), []))
+    with pytest.raises(ValueError, match="multiprocessors=108.* but that GPU is known as"):
+        sharing.read(path)

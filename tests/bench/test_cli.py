@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune_configs.command_line import names
 from bench.__main__ import main
 from bench.results import read_all
 from tests.bench.refusals import assert_refused
@@ -52,7 +53,7 @@ def python(*arguments, check=True):
         (["--rounds", "0"], "--rounds: '0' is not a positive integer"),
         (["--rounds", "2.5"], "--rounds: '2.5' is not a positive integer"),
         (["--warm-up", "3"], "unrecognized arguments: --warm-up 3"),
-        (["l94"], "unrecognized arguments: l94"),
+        (["l94"], "'l94' is no command: there are captured, first-call, merge, report, tensor-parallel"),
         (["--grid", "--shapes", "8x64x64"], "--shapes: not allowed with argument --grid"),
         (["--grid", "--chains", "l94,l19"], "--grid: l19 has no grid"),
     ],
@@ -160,6 +161,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import ops
 right = ops.linear_group_norm_min
 ops.linear_group_norm_min = lambda *arguments, **options: 1.01 * right(*arguments, **options)
+from autotune_configs.command_line import names
 from bench.__main__ import main
 from bench.results import read_all
 sys.exit(main(sys.argv[1:]))
@@ -182,3 +184,24 @@ def test_red_check(program, reason, tmp_path):
     assert "RED, not timed" in result.stdout and reason in result.stdout
     (row,) = read_all([path])[0].times
     assert row.red and row.us is None
+
+
+@pytest.mark.parametrize("arguments", [["--chains", "l30"], ["merge", "a", "--into", "b"]])
+def test_interrupted_while_it_loads(arguments, monkeypatch, capsys):
+    """No traceback: what is loaded first takes seconds."""
+
+    class Interrupt:
+        def find_spec(self, name, *_):
+            if name in ("bench.measure", "bench.merge"):
+                raise KeyboardInterrupt
+
+    for name in ("bench.measure", "bench.merge"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    assert main(arguments) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_names_in_any_case():
+    """L94, as the README has it; a blank after a comma."""
+    assert names(("l94", "l75"))("L94, l75") == ["l94", "l75"]

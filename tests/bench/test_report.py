@@ -228,6 +228,15 @@ def test_csv(tmp_path):
     assert found[6]["collectives.all_reduce.bytes"] == "64" and {line["device"] for line in found} == {"NVIDIA H200"}
 
 
+def test_csv_is_printed(tmp_path, capsys):
+    path = write(tmp_path / "a", rows())
+    assert main(["report", str(path), "--csv", "-"]) == 0
+    assert capsys.readouterr().out.startswith("experiment,device,")
+    with pytest.raises(SystemExit):
+        main(["report", str(path), "--csv", "-", "--check"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
 def test_module(tmp_path):
     """As a user runs it, with the committed results."""
     for path in (ROOT / "bench" / "results").glob("*.jsonl"):

@@ -228,6 +228,19 @@ def test_arguments_that_do_not_fit(module, given, option, bias, shape, plain):
             module(**{**valid, "num_groups": count})
 
 
+@by_module
+def test_sizes_and_dtypes_that_do_not_fit(module, given, option, bias, shape, plain):
+    names = list(inspect.signature(module).parameters)
+    valid = dict(zip(names, given, strict=False))
+    for name in names[:2]:  # features, or channels
+        for size in (0, -1):
+            with pytest.raises(ValueError, match=f"^{name} must be at least 1, got {size}"):
+                module(**{**valid, name: size})
+    for dtype in ("float32", torch.int8, torch.complex64):
+        with pytest.raises(TypeError, match="^dtype must be float32, bfloat16, float16, float64 or None, got "):
+            module(**valid, dtype=dtype)
+
+
 def test_bounds_that_do_not_fit():
     for low, high in ((1.0, 1.0), (2, 1), (float("nan"), 1.0)):
         with pytest.raises(ValueError, match=f"^hardtanh_min must be less than hardtanh_max, got {low} for "):
