@@ -27,7 +27,7 @@ _INTRODUCTION = """\
 # Benchmarks
 
 After this page you know what each chain takes beside eager PyTorch, `torch.compile` and the bare product, at which \
-sizes and precisions, and how exact it is. `python -m bench report` writes the page from `bench/results/`.
+sizes and precisions, and how exact it is. The bench's report writes this page from result files.
 
 - Every result was checked against float64 before it was timed.
 - Times are of the device, of interleaved rounds with a cold L2 cache. Ratios are normfuse's time over a peer's, the \
