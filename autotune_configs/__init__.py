@@ -34,4 +34,5 @@ def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "autotune_configs.tuning" if name == "tune_unseen_problems" else "autotune_configs.lookup"
-    return getattr(import_module(home), name)
+    globals()[name] = function = getattr(import_module(home), name)  # the next use comes straight to it
+    return function
