@@ -73,7 +73,7 @@ TESTS = {
     "triton_kernels/tf32.py": ["triton_kernels/test_image_copy.py"],
     "ops/*.py": ["ops/test_arguments.py"],
     "ops/[bglmo]*.py": CHAINS,
-    "ops/checks.py": ["ops/test_numbers.py"],
+    "ops/checks.py": ["ops/test_module_options.py", "ops/test_numbers.py"],
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
     "ops/*conv*.py": [
         f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
