@@ -305,6 +305,17 @@ def test_a_killed_sweep_goes_on(folder, tmp_path):
     assert int(re.search(r"\((\d+) refused\)", finished.stdout)[1]) == len(known) - 1
 
 
+@pytest.mark.parametrize("given, processes", [([], 3), (["--processes", "2"], 2)])
+def test_processes_of_a_check(given, processes, folder, monkeypatch):
+    """One for each core that this process may use, unless the user says otherwise."""
+    asked = []
+    monkeypatch.setattr(cli, "INTERPRETED", False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(reporting, "check", lambda paths, kernels, processes, notes: asked.append(processes) or 0)
+    assert program.main(["check", *given]) == 0
+    assert asked == [processes]
+
+
 def test_what_can_be_shown_is_listed(folder, capsys):
     tables.store(tables.user_path(GPU), GPU, entry())
     with pytest.raises(SystemExit) as exit:

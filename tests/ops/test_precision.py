@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import autotune_configs
 from ops import precision
 
 
@@ -30,6 +31,15 @@ def test_the_library_multiplies_tf32(setting, library):
     assert precision.library_multiplies(rows_of(1024, 8192), 8192) is library
     for dtype in (torch.bfloat16, torch.float16):
         assert not precision.library_multiplies(rows_of(1024, 8192, dtype), 8192)
+
+
+def test_cublas_is_asked_for_in_terms_of_the_product(monkeypatch):
+    """Rows, columns, depth: M, N, K."""
+    monkeypatch.setattr(
+        autotune_configs, "prefers_cublas", lambda *sizes_and_device: sizes_and_device[:3] == (8, 16, 32)
+    )
+    assert precision.library_multiplies(rows_of(8, 32, torch.bfloat16), 16)
+    assert not precision.library_multiplies(rows_of(8, 16, torch.bfloat16), 32)
 
 
 def test_large_products_are_split_for_tf32(monkeypatch):
