@@ -5,6 +5,10 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 #: Seconds to wait for another process that writes a file, which takes milliseconds.
 _PATIENCE = 10.0
@@ -33,20 +37,28 @@ def replace_file(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+def lock_at(path: Path) -> "FileLock":
+    """A lock that is this file; it waits for ever. Raises OSError where there is no such file and none can be made:
+    filelock would try again and again."""
+    from filelock import FileLock  # not to be loaded by ``import ops``
+
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))
+    return FileLock(path)
+
+
 @contextlib.contextmanager
 def locked(path: Path, patience: float | None = None) -> Iterator[None]:
     """Hold the lock of a file, ``<path>.lock``. The lock ends with the process, however that ends.
 
     Raises TimeoutError where another process still holds it after ``patience`` seconds (default: 10).
     """
-    from filelock import FileLock, Timeout  # not to be loaded by ``import ops``
+    from filelock import Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
-    os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))  # filelock would try again and again
     patience = _PATIENCE if patience is None else max(0.0, patience)  # below zero, filelock would wait for ever
     try:
-        held = FileLock(lock, timeout=patience).acquire()
+        held = lock_at(lock).acquire(timeout=patience)
     except Timeout:
         raise TimeoutError(errno.ETIMEDOUT, "another process holds this lock", str(lock)) from None
     with held:

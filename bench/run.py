@@ -1,15 +1,14 @@
 """The run of ``python -m bench``: every cell is checked, and timed on a GPU."""
 
 import contextlib
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
+from autotune_configs.files import lock_at
 from bench import tables
 from bench.cells import Cell, Problem, make_problem
 from bench.checking import check
@@ -33,10 +32,8 @@ def run(
     ``turns`` is the file whose lock is held to check and time, so that processes that share a GPU compile side by side.
     """
     on_gpu = device.type == "cuda"
-    turn = FileLock(turns) if turns else contextlib.nullcontext()
     try:
-        if turns:  # where no file can be made, filelock would try for ever
-            os.close(os.open(turns, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))
+        turn = lock_at(turns) if turns else contextlib.nullcontext()
     except OSError as error:
         raise BadResult(f"cannot write {turns}: {error.strerror}") from None
 
