@@ -44,7 +44,7 @@ def read(path: Path) -> tuple[Header, list[Entry]]:
     if header.get("schema") != SCHEMA:
         raise BadResult(f"{place}: no header of schema {SCHEMA}, got {json.dumps(header.get('schema'))[:40]}")
     experiment, device = header.get("experiment"), header.get("device")
-    if experiment not in ROWS or not isinstance(device, str):
+    if not (isinstance(experiment, str) and experiment in ROWS and isinstance(device, str)):
         raise BadResult(f"{place}: the header names no known experiment ({', '.join(ROWS)}) and device")
     run, entries = None, []
     for number, line in enumerate(rest, 2):
@@ -57,7 +57,20 @@ def read(path: Path) -> tuple[Header, list[Entry]]:
             raise BadResult(f"{place}: a row without a run above it")
         else:
             entries.append(Entry(run, line, place))
+            _require_known_fields(ROWS[experiment], entries[-1])
     return Header(SCHEMA, experiment, device), entries
+
+
+def _require_known_fields(row_class: type[Row], entry: Entry) -> None:
+    """BadResult for a row with an unknown field, or without one that says which cell it is of."""
+    unknown = set(entry.row) - {each.name for each in fields(row_class)}
+    if unknown:
+        raise BadResult(f"{entry.place}: unknown field {min(unknown)[:40]!r}")
+    missing = [
+        name for name in ("chain", "product", "shape", "dtype", "mode") if not isinstance(entry.row.get(name), str)
+    ]
+    if missing:
+        raise BadResult(f"{entry.place}: no text {missing[0]!r}")
 
 
 def _parsed(line: bytes, place: str) -> dict:
@@ -131,8 +144,6 @@ def merge(paths: Iterable[Path], into: Path) -> None:
     headers, entries = {}, []
     for path in ([into] if into.exists() else []) + list(paths):
         headers[path], found = read(path)
-        for entry in found:
-            _known_fields(ROWS[headers[path].experiment], entry)
         entries += found
     first = next(iter(headers))
     for path in headers:
@@ -212,23 +223,10 @@ def _typed(row_class: type[Row], entry: Entry) -> Row:
     except ModuleNotFoundError:
         raise BadResult('reading results needs msgspec: pip install "normfuse[bench]"') from None
 
-    _known_fields(row_class, entry)
     try:
         return msgspec.convert(entry.row | {"run": entry.run}, row_class)
     except msgspec.ValidationError as error:
         raise BadResult(f"{entry.place}: {error}") from None
-
-
-def _known_fields(row_class: type[Row], entry: Entry) -> None:
-    """BadResult for a row with an unknown field, or without one that says which cell it is of."""
-    unknown = set(entry.row) - {each.name for each in fields(row_class)}
-    if unknown:
-        raise BadResult(f"{entry.place}: unknown field {min(unknown)[:40]!r}")
-    missing = [
-        name for name in ("chain", "product", "shape", "dtype", "mode") if not isinstance(entry.row.get(name), str)
-    ]
-    if missing:
-        raise BadResult(f"{entry.place}: no text {missing[0]!r}")
 
 
 def now() -> datetime:

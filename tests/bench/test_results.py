@@ -144,6 +144,7 @@ GOOD = rows()[0]
         (lines(header() | {"schema": 2}), "line 1: no header of schema 1, got 2"),
         (lines(header("speed")), "line 1: the header names no known experiment (times, "),
         (lines(header(device=None)), "line 1: the header names no known experiment"),
+        (lines(header(["times"])), "line 1: the header names no known experiment"),
         (lines(header(), GOOD), "line 2: a row without a run above it"),
         (lines(header(), {"run": RUN | {"date": "today"}}), "line 2: the run has no date, as in "),
         (lines(header(), {"run": RUN | {"date": "2026-01-02"}}), "line 2: the run has no date, as in "),
