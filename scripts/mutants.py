@@ -83,7 +83,9 @@ TESTS = {
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
     "ops/submodules.py": ["ops/test_changed_submodules.py"],
     "autotune_configs/tables.py": ["autotune_configs/test_lookup.py"],
-    "autotune_configs/*.py": [f"autotune_configs/test_{name}.py" for name in ("chains", "cli", "workloads")],
+    "autotune_configs/*.py": [
+        f"autotune_configs/test_{name}.py" for name in ("chains", "cli", "cli_check", "cli_sharing", "workloads")
+    ],
 }
 
 #: What has these names sets how long a call takes, not what it computes: sizes of blocks, limits found by timing; and

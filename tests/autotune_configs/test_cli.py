@@ -1,8 +1,6 @@
 """``python -m autotune_configs``: every command (sweeps through the interpreter), and its answers to bad input."""
 
-import contextlib
 import csv
-import dataclasses
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -23,27 +20,11 @@ from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import DeviceLost, Result
-from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_problem
-from tests.autotune_configs.test_worker_pool import wait_until
-from triton_kernels.device import SHARED_MEMORY
+from tests.autotune_configs.commands import CPU_TABLE, ROOT, refused, run
+from tests.autotune_configs.entries import FIRST, GPU, entry
 
-ROOT = Path(__file__).parents[2]
-CPU_TABLE = Gpu("cpu", 90, 3, SHARED_MEMORY[90])
 PROBLEM = Problem("group_norm", "bfloat16", (4, 32, 8))
 SMALL = ["sweep", "--names", "group_norm", "--dtypes", "bfloat16", "--shapes"]
-
-
-def run(*arguments, capsys):
-    status = program.main(list(arguments))
-    return status, capsys.readouterr().out
-
-
-def refused(*arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        program.main(list(arguments))
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert exit.value.code == 2
-    return line
 
 
 def test_sweep_and_show(folder, capsys):
@@ -210,15 +191,6 @@ def test_what_was_not_stored_is_told(folder, capsys, monkeypatch):
     assert "The same command continues" in output
 
 
-@pytest.mark.offline
-def test_check_names_a_table_that_cannot_be_read(folder, capsys):
-    path = tables.user_path(GPU)
-    folder.mkdir()
-    path.write_text(" " * (tables._LARGEST_TABLE + 1))
-    status, output = run("check", str(path), capsys=capsys)
-    assert status == 1 and "larger than any table" in output and "1 fault" in output
-
-
 def test_the_grid_is_the_linear_chains_and_others_keep_their_target(folder, capsys, monkeypatch):
     """As the README has it: every chain, also that without a grid."""
     monkeypatch.setattr(cli.sweep, "sweep_and_store", lambda problems, *arguments, **options: swept.extend(problems))
@@ -258,26 +230,6 @@ def test_without_a_gpu(folder, capsys, monkeypatch):
         assert "--gpu h200" in line and "show --list" in line
 
 
-def test_check_needs_the_compiler(folder, capsys):
-    assert "TRITON_INTERPRET" in refused("check", capsys=capsys)
-
-
-@pytest.mark.offline
-def test_check_compiles_the_entries(folder, capsys):
-    """What cannot be compiled or fit, or is no config, is found."""
-    path = tables.user_path(GPU)
-    for config, m in ((FIRST, 1024), (SECOND, 2048)):
-        tables.store(path, GPU, entry(config, m=m, n=256, k=256))
-    status, output = run("check", str(path), "--processes", "1", capsys=capsys)
-    assert status == 0 and "1 table, 2 kernel variants compiled, 0 faults" in output
-    # Where tiles that hold a group are many, one that does not is not valid.
-    other = linear_problem(m=8192, n=8192, k=256, kernel="linear_group_norm_hardtanh", group_size=128)
-    tables.store(path, GPU, entry(SECOND, other))
-    path.with_name("notes.json").write_text("notes of mine")
-    status, output = run("check", str(path), str(path.with_name("notes.json")), "--processes", "1", capsys=capsys)
-    assert status == 1 and "is no valid config" in output and "no table of configs" in output and "2 faults" in output
-
-
 def test_a_killed_sweep_goes_on(folder, tmp_path):
     """Killed for good, not interrupted: what it had measured is not measured again."""
     command = [sys.executable, "-m", "autotune_configs", *SMALL, "16x256x8"]
@@ -303,17 +255,6 @@ def test_a_killed_sweep_goes_on(folder, tmp_path):
     (stored,) = tables.read(tables.user_path(CPU_TABLE), CPU_TABLE)
     assert stored.problem.sizes == (16, 256, 8) and not journal.exists()
     assert int(re.search(r"\((\d+) refused\)", finished.stdout)[1]) == len(known) - 1
-
-
-@pytest.mark.parametrize("given, processes", [([], 3), (["--processes", "2"], 2)])
-def test_processes_of_a_check(given, processes, folder, monkeypatch):
-    """One for each core that this process may use, unless the user says otherwise."""
-    asked = []
-    monkeypatch.setattr(cli, "INTERPRETED", False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    monkeypatch.setattr(reporting, "check", lambda paths, kernels, processes, notes: asked.append(processes) or 0)
-    assert program.main(["check", *given]) == 0
-    assert asked == [processes]
 
 
 def test_what_can_be_shown_is_listed(folder, capsys):
@@ -387,102 +328,6 @@ def test_show_csv_has_notes_elsewhere(folder, capsys):
     assert len(output.splitlines()) == 2 and error == f"no table of your own for cpu in {folder}\n"
 
 
-def export(path, capsys, *arguments):
-    status = program.main(["sweep", "export", str(path), *arguments])
-    return status, capsys.readouterr().out
-
-
-def test_export_and_merge(folder, tmp_path, capsys, monkeypatch):
-    """From one machine to another, which has some of the problems."""
-    for m in (16, 32, 64):
-        tables.store(tables.user_path(GPU), GPU, entry(FIRST, m=m))
-    path = tmp_path / "new" / "h200.json"
-    status, output = export(path, capsys, "--gpu", "h200")
-    assert status == 0 and str(path) in output
-    assert path.read_text() == tables.user_path(GPU).read_text()
-    assert export("-", capsys, "--gpu", "h200") == (0, path.read_text())
-
-    monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path / "other"))
-    better, worse = (dataclasses.replace(entry(SECOND, m=m), ratio=ratio) for m, ratio in ((16, 0.8), (32, 0.95)))
-    for each in (better, worse):
-        tables.store(tables.user_path(GPU), GPU, each)
-    cpu = tmp_path / "cpu.json"
-    cpu.write_text(tables.render(CPU_TABLE, [entry(SECOND)]))
-    status, output = run("sweep", "merge", str(path), str(cpu), capsys=capsys)
-    assert status == 0 and output.splitlines() == [
-        f"{path}: NVIDIA H200: 1 added, 1 replaced, 1 kept, in {tmp_path}/other/nvidia_h200.json",
-        f"{cpu}: cpu: 1 added, 0 replaced, 0 kept, in {tmp_path}/other/cpu.json",
-    ]
-    assert tables.read(tables.user_path(GPU), GPU) == (better, entry(FIRST, m=32), entry(FIRST, m=64))
-    assert tables.read(tables.user_path(CPU_TABLE), CPU_TABLE) == (entry(SECOND),)
-    _, output = run("sweep", "merge", str(path), capsys=capsys)
-    assert "0 added, 0 replaced, 3 kept" in output
-
-
-def test_export_of_the_gpu_that_is_here(folder, tmp_path, capsys):
-    tables.store(tables.user_path(CPU_TABLE), CPU_TABLE, entry())
-    assert export(tmp_path / "cpu.json", capsys)[0] == 0
-    assert tables.read_strictly(tmp_path / "cpu.json") == (CPU_TABLE, (entry(),))
-
-
-def test_export_without_a_table(folder, tmp_path, capsys):
-    path = tmp_path / "h200.json"
-    line = refused("sweep", "export", str(path), "--gpu", "h200", capsys=capsys)
-    assert f"no table of your own for NVIDIA H200: {tables.user_path(GPU)}: " in line
-    folder.mkdir()
-    tables.user_path(GPU).write_text("notes of mine")
-    line = refused("sweep", "export", str(path), "--gpu", "h200", capsys=capsys)
-    assert f"{tables.user_path(GPU)}: no table of configs" in line
-    tables.user_path(GPU).unlink()
-    tables.user_path(GPU).mkdir()
-    line = refused("sweep", "export", str(path), "--gpu", "h200", capsys=capsys)
-    assert f"cannot read {tables.user_path(GPU)}: " in line
-    assert not path.exists()
-
-
-def test_export_to_what_cannot_be_written(folder, tmp_path, capsys):
-    tables.store(tables.user_path(CPU_TABLE), CPU_TABLE, entry())
-    assert program.main(["sweep", "export", str(tmp_path)]) == 2
-    assert (
-        capsys.readouterr().err == f"python -m autotune_configs sweep export: cannot write {tmp_path}: Is a directory\n"
-    )
-
-
-REFUSED = {
-    "no table": ("notes of mine", "no table of configs"),
-    "unknown kernel": (Problem("softmax", "bfloat16", (8, 8)), "unknown kernel 'softmax'"),
-    "invalid config": (linear_problem(m=8, k=100), "no valid config of linear_bias bfloat16 8x8192x100x1: "),
-    "nothing": (None, "No such file"),
-}
-
-
-@pytest.mark.parametrize("content, message", REFUSED.values(), ids=REFUSED)
-def test_merge_refuses_before_anything_is_changed(folder, tmp_path, capsys, content, message):
-    sound, bad = tmp_path / "sound.json", tmp_path / "bad.json"
-    sound.write_text(tables.render(GPU, [entry()]))
-    if isinstance(content, Problem):
-        content = tables.render(GPU, [entry(m=16), entry(problem=content)])
-    if content:
-        bad.write_text(content)
-    line = refused("sweep", "merge", str(sound), str(bad), capsys=capsys)
-    assert line.startswith(f"python -m autotune_configs sweep merge: {bad}: {message}")
-    assert not folder.exists()
-
-
-def test_merge_into_what_cannot_be_written(folder, tmp_path, capsys):
-    folder.write_text("a file where the folder should be")
-    (tmp_path / "h200.json").write_text(tables.render(GPU, [entry()]))
-    line = refused("sweep", "merge", str(tmp_path / "h200.json"), capsys=capsys)
-    assert f"{tmp_path}/h200.json is not merged: {folder}" in line
-
-
-@pytest.mark.parametrize("command", ["export -", "merge x"])
-@pytest.mark.parametrize("option", ["--quick", "--names l94", "--budget-seconds 5", "--processes 1"])
-def test_options_of_a_sweep_are_not_those_of_its_commands(folder, capsys, option, command):
-    line = refused("sweep", *option.split(), *command.split(), capsys=capsys)
-    assert f"{option.split()[0]} is an option of a sweep" in line
-
-
 @pytest.mark.parametrize("command", ["show", "check", "sweep", "sweep export -", "sweep merge x"])
 def test_ctrl_c(folder, capsys, monkeypatch, command):
     """A status of its own, and no traceback, whatever it interrupts."""
@@ -542,59 +387,3 @@ def test_a_warning_is_one_line():
     (line,) = process.stderr.splitlines()
     assert line.startswith("python -m autotune_configs show: ~nosuchuser/x is skipped: ")
     assert tables.FOLDER_VARIABLE in line
-
-
-@pytest.mark.offline
-def test_check_without_tables_of_ones_own(folder, capsys, monkeypatch):
-    """It says where it has looked, and that is no fault."""
-    monkeypatch.setattr(tables, "shipped_folder", lambda: folder / "none")
-    status, output = run("check", capsys=capsys)
-    assert status == 0 and f"no tables of your own in {folder} (No such file or directory)" in output
-    folder.mkdir()
-    assert f"no tables of your own in {folder}\n" in run("check", capsys=capsys)[1]
-    tables.store(tables.user_path(GPU), GPU, entry(m=256, n=256, k=256))
-    status, output = run("check", capsys=capsys)
-    assert status == 0 and output == "1 table, 1 kernel variant compiled, 0 faults\n"
-
-
-@pytest.mark.offline
-def test_check_of_some_names(folder, capsys):
-    path = tables.user_path(GPU)
-    norm = Problem("group_norm", "bfloat16", (1024, 8192, 32))
-    config = KERNELS["group_norm"].heuristic(norm, GPU)
-    for each in (entry(m=256, n=256, k=256), entry(config, norm), entry(problem=Problem("softmax", "bfloat16", (8,)))):
-        tables.store(path, GPU, each)
-    for names, compiled in (("group_norm", 1), ("l30", 2), ("linear_bias,group_norm", 2), ("l19", 0)):
-        status, output = run("check", str(path), "--names", names, "--processes", "1", capsys=capsys)
-        assert status == 0 and f"1 table, {compiled} kernel variant{'s' * (compiled != 1)} compiled, 0 faults" in output
-    status, output = run("check", str(path), "--processes", "1", capsys=capsys)
-    assert status == 1 and "softmax bfloat16 8" in output and "2 kernel variants compiled, 1 fault" in output
-
-
-@pytest.mark.offline
-def test_check_is_interrupted(folder, tmp_path):
-    """By Ctrl-C in a terminal, which every process of the group gets: no traceback, and no process is left."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "autotune_configs", "check", str(tables.shipped_path(GPU)), "--processes", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert wait_until(lambda: list((tmp_path / "cache").glob("*/*.cubin")))
-    os.killpg(process.pid, signal.SIGINT)
-    output, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and error == ""
-    assert re.fullmatch(r"1 table, \d+ kernel variants? compiled, 0 faults, interrupted with [1-9]\d* left\n", output)
-    assert wait_until(lambda: not group_is_there(process.pid))
-
-
-def group_is_there(group: int) -> bool:
-    """Whether a process of the group still runs (and does not only wait for its parent to notice its end)."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, its_group, *_ = status.read_text().rpartition(")")[2].split()
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
