@@ -53,12 +53,11 @@ def _main_table(results: DeviceResults) -> str:
     names = ["chain", "dtype", "forward, µs: normfuse", "compile", "eager"]
     names += ["training, µs: normfuse", "compile", "eager", "error: normfuse / PyTorch"]
     shapes = dict.fromkeys((row.product, row.shape) for row in used)
-    rounds = " or ".join(map(str, sorted({row.rounds for row in used if row.rounds})))
     sizes = "; ".join(f"{_chains(used, product)}: {_DIMENSIONS[product]} = {shape}" for product, shape in shapes)
     note = (
-        f"{_setup(results, used)} Device time in {rounds} interleaved rounds; training is a forward and a backward "
-        f"pass. {sizes}. `compile`: `torch.compile` in the fastest of the modes measured. Error of the output: "
-        "`norm(result - float64) / norm(float64)`."
+        f"{results.setup(used)}. Device time in {_rounds(used)} interleaved rounds; training is a forward and a "
+        f"backward pass. {sizes}. `compile`: `torch.compile` in the fastest of the modes measured. Error of the "
+        "output: `norm(result - float64) / norm(float64)`."
     )
     return f"{markdown_table(names, cells, left=(0, 1))}\n\n{note}"
 
@@ -98,7 +97,7 @@ def _error_table(results: DeviceResults) -> str:
     if not cells:
         return ""
     names = ["product", "setting", "tensors", "mean", "largest", "of"]
-    return f"{markdown_table(names, cells, left=(0, 1, 5))}\n\n{_setup(results, used)}"
+    return f"{markdown_table(names, cells, left=(0, 1, 5))}\n\n{results.setup(used)}."
 
 
 def _captured_table(results: DeviceResults) -> str:
@@ -161,16 +160,14 @@ def _commits_table(results: DeviceResults) -> str:
     return f"{markdown_table(names, cells, left=(0, 1, 2))}\n\n{setup} Before: commit {before}."
 
 
-def _setup(results: DeviceResults, rows: Iterable[Row]) -> str:
-    """A sentence that says on what and with what these rows were measured."""
-    return ", ".join([results.device, *dict.fromkeys(run_of(row).versions for row in rows)]) + "."
-
-
 def _times_setup(results: DeviceResults, rows: Sequence[_AnyTimes]) -> str:
     """The same, with the rounds and the commits."""
-    rounds = " or ".join(map(str, sorted({row.rounds for row in rows if row.rounds})))
     states = dict.fromkeys(run_of(row).state for row in sorted(rows, key=lambda row: run_of(row).date))
-    return f"{_setup(results, rows)} {rounds} interleaved rounds; {'; '.join(states)}."
+    return f"{results.setup(rows)}. {_rounds(rows)} interleaved rounds; {'; '.join(states)}."
+
+
+def _rounds(rows: Iterable[_AnyTimes]) -> str:
+    return " or ".join(map(str, sorted({row.rounds for row in rows if row.rounds})))
 
 
 #: What a page asks for between ``<!-- table: NAME -->`` and ``<!-- /table -->``.

@@ -86,10 +86,6 @@ def _contiguous(rows: Iterable[TimesRow]) -> list[TimesRow]:
     return [row for row in rows if row.memory_format in (None, "contiguous")]
 
 
-def _setup(results: DeviceResults, rows: Iterable[Row]) -> str:
-    return ", ".join([results.device, *dict.fromkeys(row.run.versions for row in rows if row.run)])
-
-
 # How many times as fast as PyTorch
 
 
@@ -106,7 +102,7 @@ def _speedup(results: DeviceResults) -> Picture | None:
         return None
     title = f"{_span(compiled)} times as fast as torch.compile, {_span(eager)} times as fast as eager PyTorch"
     shapes = "; ".join(f"{_named(rows, shape)} at {shape}" for shape in dict.fromkeys(row.shape for row in rows))
-    return Picture(title, f"bfloat16, {shapes}\n{_setup(results, rows)}", values, _draw_speedup)
+    return Picture(title, f"bfloat16, {shapes}\n{results.setup(rows)}", values, _draw_speedup)
 
 
 def _named(rows: Iterable[Row], shape: str) -> str:
@@ -167,7 +163,7 @@ def _errors(results: DeviceResults) -> Picture | None:
     found = [ours / torch for _, _, _, ours, torch in values]
     mean, largest = statistics.geometric_mean(found), max(found)
     title = f"Errors are {mean:.2f} of PyTorch's on average, at most {largest:.2f}"
-    caption = f"norm(result - float64) / norm(float64), lower is better\n{_setup(results, used)}"
+    caption = f"norm(result - float64) / norm(float64), lower is better\n{results.setup(used)}"
     return Picture(title, caption, tuple(values), _draw_errors)
 
 
@@ -211,7 +207,7 @@ def _growth(results: DeviceResults, mode: str) -> Picture | None:
     faster = sum(value[-1] <= 1 for value in values)
     title = f"{_MODE_TITLES[mode]}: as fast as PyTorch or faster at {faster} of {len(values)} sizes"
     caption = "Time over the best of eager PyTorch and torch.compile; below 1 (blue), normfuse is faster\n"
-    return Picture(title, caption + _setup(results, (row for row, _ in found)), values, _draw_growth)
+    return Picture(title, caption + results.setup((row for row, _ in found)), values, _draw_growth)
 
 
 def _draw_growth(picture: Picture, theme: Theme):

@@ -182,6 +182,10 @@ class DeviceResults:
         """What the device's files are named after."""
         return re.sub("[^a-z0-9]+", "_", self.device.partition(",")[0].lower()).strip("_")
 
+    def setup(self, rows: Iterable[Row]) -> str:
+        """The device, and the versions that these of its rows were measured with."""
+        return ", ".join([self.device, *dict.fromkeys(row.run.versions for row in rows if row.run)])
+
     @property
     def target(self) -> list[TimesRow]:
         """At the target sizes."""
