@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_configs.lookup import (
+    from autotune_configs.configs import (
         convolution_config,
-        forget,
         group_norm_config,
         image_norm_config,
         linear_config,
         prefers_cublas,
     )
+    from autotune_configs.lookup import forget
     from autotune_configs.tuning import tune_unseen_problems
 
 __all__ = [
@@ -33,6 +33,7 @@ def __getattr__(name: str):
     """Load torch and triton when a function is first used: some modules of the command lines do without them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "autotune_configs.tuning" if name == "tune_unseen_problems" else "autotune_configs.lookup"
-    globals()[name] = function = getattr(import_module(home), name)  # the next use comes straight to it
+    home = {"forget": "lookup", "tune_unseen_problems": "tuning"}.get(name, "configs")
+    function = getattr(import_module(f"autotune_configs.{home}"), name)
+    globals()[name] = function  # the next use comes straight to it
     return function

@@ -1,16 +1,25 @@
-"""The problems that a chain looks up, for sweeps over whole chains."""
+"""The chains with a short name, and the problems that a chain looks up."""
 
 import math
 from dataclasses import dataclass
 
+from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, is_power_of_two
 from autotune_configs.kernels import ELEMENT_SIZES
 from autotune_configs.problem import Problem
+from triton_kernels.chain import Chain
+from triton_kernels.chains import (
+    CONV_TRANSPOSE2D_GELU_GROUP_NORM,
+    LINEAR,
+    LINEAR_GROUP_NORM_HARDTANH,
+    LINEAR_GROUP_NORM_MIN,
+    LINEAR_HARDTANH_MISH_GROUP_NORM,
+)
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS
 
 #: The sizes of a Linear chain and of the convolution's.
-LINEAR_FORM = ("batch", "in_features", "out_features")
-CONVOLUTION_FORM = ("batch", "in_channels", "out_channels", "height", "width", "kernel")
+LINEAR_SIZES = ("batch", "in_features", "out_features")
+CONVOLUTION_SIZES = ("batch", "in_channels", "out_channels", "height", "width", "kernel")
 LINEAR_TARGET = (1024, 8192, 8192)
 CONVOLUTION_TARGET = (128, 64, 64, 256, 256, 3)
 #: Linear layers of growing models and batches, small problems first.
@@ -29,75 +38,105 @@ PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class LinearChain:
-    """A chain that begins with a Linear layer.
+class NamedChain:
+    """A chain that sweeps, the bench and tests know by a short name.
 
-    ``function`` is its name in ``ops``, ``product`` the kernel that computes all of it in one launch, and
-    ``group_size`` that of the target.
+    ``function`` is its name in ``ops``, ``group_size`` that of the target, and ``numbers`` are the operands of its
+    functions that take numbers, in order.
     """
 
+    chain: Chain
     function: str
-    product: str
     group_size: int
-    form: tuple[str, ...] = LINEAR_FORM
-    target: tuple[int, ...] = LINEAR_TARGET
+    numbers: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it begins with a matrix product."""
+        return self.chain.contraction == "linear"
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        return LINEAR_SIZES if self.is_linear else CONVOLUTION_SIZES
+
+    @property
+    def target(self) -> tuple[int, ...]:
+        return LINEAR_TARGET if self.is_linear else CONVOLUTION_TARGET
+
+    def by_cublas(self, sizes: tuple[int, ...], dtype: str, gpu: Gpu) -> bool:
+        """Whether this is a Linear chain in 16 bits whose product cuBLAS computes on this GPU."""
+        if not self.is_linear or dtype == "float32":
+            return False
+        M, K, N = sizes
+        return gpu.prefers_cublas(M, N, K)
 
     def problems(
-        self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], by_cublas: bool = False
+        self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], gpu: Gpu | None = None
     ) -> list[Problem]:
-        """What the passes look up.
-
-        Forward: the product, and a group norm where a second kernel may be needed. It is needed where no tile holds a
-        group, and where cuBLAS computes the product: always with ``by_cublas``, and possibly for float32 (as TF32).
-        Backward: the norm's pass and, for float32, the products of both gradients.
-        """
-        M, K, N = sizes
-        group_size = largest_divisor(N, self.group_size)
-        precision = "highest" if dtype == "float32" else None
-        found = []
-        if "forward" in passes:
-            fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
-            product, width = (self.product, group_size) if fused else ("linear_bias", 1)
-            if not by_cublas:
-                found.append(Problem(product, dtype, (M, N, K, width), precision))
-            if by_cublas or not fused or dtype == "float32":
-                found.append(Problem("group_norm", dtype, (M, N, group_size)))
-        if "backward" in passes and self.product != "linear_group_norm_row_minimum":  # its own looks nothing up
-            found.append(Problem("group_norm_backward", dtype, (M, N, group_size)))
-            if dtype == "float32":
-                found.append(Problem("linear_bias", dtype, (M, K, N, 1), precision))
-                found.append(Problem("linear_bias", dtype, (N, K, M, 1), precision))
-        return found
+        """What the passes look up: on this GPU, or on one that needs all of it."""
+        if not self.is_linear:
+            return image_problems(sizes, dtype, passes, self.group_size)
+        by_cublas = gpu is not None and self.by_cublas(sizes, dtype, gpu)
+        found = linear_problems(self.chain, sizes, dtype, passes, self.group_size, by_cublas)
+        splits = gpu is not None and gpu.splits_float32
+        return [problem for problem in found if problem.precision is None or not splits]
 
 
-@dataclass(frozen=True)
-class ConvolutionChain:
-    """The chain that begins with a convolution: the portable kernel for it, and passes over its images."""
+def linear_problems(
+    chain: Chain,
+    sizes: tuple[int, ...],
+    dtype: str,
+    passes: tuple[str, ...] = PASSES,
+    group_size: int = 1,
+    by_cublas: bool = False,
+) -> list[Problem]:
+    """What a chain that begins with a Linear layer looks up, for groups of at most ``group_size``.
 
-    function: str
-    group_size: int
-    form: tuple[str, ...] = CONVOLUTION_FORM
-    target: tuple[int, ...] = CONVOLUTION_TARGET
+    Forward: the product, and a group norm where a second kernel may be needed. It is needed where no tile holds a
+    group, and where cuBLAS computes the product: always with ``by_cublas``, and possibly for float32 (as TF32).
+    Backward: the norm's pass and, for float32, the products of both gradients. A reduction's own looks nothing up.
+    """
+    M, K, N = sizes
+    group_size = largest_divisor(N, group_size) if chain.norm else 1
+    norm_sizes = (M, N, group_size)
+    precision = "highest" if dtype == "float32" else None
+    found = []
+    if "forward" in passes:
+        fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
+        product, width = (chain, group_size) if fused else (LINEAR, 1)
+        if not by_cublas:
+            found.append(Problem(product.kernel, dtype, (M, N, K, width), precision))
+        if chain.norm and (by_cublas or not fused or dtype == "float32"):
+            found.append(Problem("group_norm", dtype, norm_sizes))
+    if "backward" in passes and not chain.reduction:
+        if chain.norm:
+            found.append(Problem("group_norm_backward", dtype, norm_sizes))
+        if dtype == "float32":
+            found += [Problem(LINEAR.kernel, dtype, size, precision) for size in ((M, K, N, 1), (N, K, M, 1))]
+    return found
 
-    def problems(self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...]) -> list[Problem]:
-        """What the passes look up. Our convolution's result is channels_last, cuDNN's has the input's memory format."""
-        B, in_channels, channels, height, width, kernel = sizes
-        height, width = height + kernel - 1, width + kernel - 1
-        images = (B, channels, height * width, largest_divisor(channels, self.group_size))
-        found = []
-        if "forward" in passes:
-            if dtype != "float32":
-                taps = (B, in_channels, channels, height, width, kernel, kernel)
-                for layout in (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}"):
-                    found.append(Problem("convolution", dtype, taps, None, layout))
-            for layout in (CONTIGUOUS, CHANNELS_LAST):
-                found.append(Problem("image_statistics", dtype, images, None, layout))
-            for layout in (CONTIGUOUS, CHANNELS_LAST, f"{CHANNELS_LAST} to {CONTIGUOUS}"):
-                found.append(Problem("image_group_norm", dtype, images, None, layout))
-        if "backward" in passes:
-            for layout in (CONTIGUOUS, CHANNELS_LAST):
-                found.append(Problem("image_group_norm_backward", dtype, images, None, layout))
-        return found
+
+def image_problems(sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], group_size: int) -> list[Problem]:
+    """What the chain looks up that begins with a convolution: its portable kernel, and passes over its images.
+
+    Our convolution's result is channels_last, cuDNN's has the input's memory format.
+    """
+    B, in_channels, channels, height, width, kernel = sizes
+    height, width = height + kernel - 1, width + kernel - 1
+    images = (B, channels, height * width, largest_divisor(channels, group_size))
+    both = (CONTIGUOUS, CHANNELS_LAST)
+    found = []
+    if "forward" in passes:
+        if dtype != "float32":
+            taps = (B, in_channels, channels, height, width, kernel, kernel)
+            layouts = (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}")
+            found += [Problem("convolution", dtype, taps, None, layout) for layout in layouts]
+        found += [Problem("image_statistics", dtype, images, None, layout) for layout in both]
+        layouts = (*both, f"{CHANNELS_LAST} to {CONTIGUOUS}")
+        found += [Problem("image_group_norm", dtype, images, None, layout) for layout in layouts]
+    if "backward" in passes:
+        found += [Problem("image_group_norm_backward", dtype, images, None, layout) for layout in both]
+    return found
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -105,11 +144,11 @@ def largest_divisor(number: int, most: int) -> int:
     return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
-CHAINS: dict[str, LinearChain | ConvolutionChain] = {
-    "l94": LinearChain("linear_hardtanh_mish_group_norm", "linear_hardtanh_mish_group_norm", 32),
-    "l75": LinearChain("linear_group_norm_min", "linear_group_norm_row_minimum", 16),
-    "l30": LinearChain("linear_group_norm_hardtanh", "linear_group_norm_hardtanh", 512),
-    "l19": ConvolutionChain("conv_transpose2d_gelu_group_norm", 8),
+CHAINS = {
+    "l94": NamedChain(LINEAR_HARDTANH_MISH_GROUP_NORM, "linear_hardtanh_mish_group_norm", 32, ((-1.0, 1.0),)),
+    "l75": NamedChain(LINEAR_GROUP_NORM_MIN, "linear_group_norm_min", 16),
+    "l30": NamedChain(LINEAR_GROUP_NORM_HARDTANH, "linear_group_norm_hardtanh", 512, ((-2.0, 2.0),)),
+    "l19": NamedChain(CONV_TRANSPOSE2D_GELU_GROUP_NORM, "conv_transpose2d_gelu_group_norm", 8),
 }
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -12,18 +13,18 @@ import torch
 import triton
 
 from autotune_configs import command_line, lookup, reporting, sharing, sweep, tables
-from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, LinearChain, kernels_of
+from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain, kernels_of
 from autotune_configs.command_line import Parser, called_as, cannot_write
 from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS
+from autotune_configs.kernels import KERNELS, Kernel
 from autotune_configs.precompile import Precompiler
 from autotune_configs.problem import Problem
 from triton_kernels.device import INTERPRETED
 
 #: Small shapes of the chains for Triton's interpreter, by the number of their sizes.
 _INTERPRETED_SHAPES = {3: (8, 64, 64), 6: (2, 16, 16, 5, 6, 3)}
-_NAMES = (*CHAINS, *KERNELS)
+_NAMED: dict[str, NamedChain | Kernel] = {**CHAINS, **KERNELS}
 #: A chain or a kernel by its name, a dtype, and sizes.
 _Case = tuple[str, str, tuple[int, ...]]
 
@@ -90,7 +91,7 @@ def _parser() -> Parser:
     )
     check.add_argument("tables", type=Path, nargs="*", metavar="TABLE", help="default: the shipped tables and your own")
     check.add_argument(
-        "--names", type=command_line.names(_NAMES), help="only the entries of these chains and kernels (default: all)"
+        "--names", type=command_line.names(_NAMED), help="only the entries of these chains and kernels (default: all)"
     )
     _add_processes(check)
     return parser
@@ -138,7 +139,7 @@ def _add_sweep(commands) -> None:
 def _add_problems(command: Parser) -> None:
     command.add_argument(
         "--names",
-        type=command_line.names(_NAMES),
+        type=command_line.names(_NAMED),
         default=",".join(CHAINS),
         help="chains and kernels; show --list lists them and their sizes",
     )
@@ -157,71 +158,36 @@ def _add_processes(command: Parser) -> None:
 
 def _cases(options: argparse.Namespace) -> list[_Case]:
     """The cases in the order of the shapes. A shape goes with each name that has as many sizes."""
-    forms = {name: CHAINS[name].form if name in CHAINS else KERNELS[name].size_names for name in options.names}
     shapes = options.shapes or []
-    with_grid = getattr(options, "grid", False)
     if not shapes:
         targets = [CHAINS[name].target for name in options.names if name in CHAINS]
         shapes = [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
-    if with_grid:
+    if getattr(options, "grid", False):
         shapes = [*shapes, *GRID]
-    for name, form in forms.items():
-        if not any(len(shape) == len(form) for shape in shapes):
-            options.parser.error(f"argument --shapes: {name} takes {' x '.join(form)}")
+    for name in options.names:
+        size_names = _NAMED[name].size_names
+        if not any(len(shape) == len(size_names) for shape in shapes):
+            options.parser.error(f"argument --shapes: {name} takes {' x '.join(size_names)}")
     cases = (
         (name, dtype, shape)
         for shape in shapes
-        for name, form in forms.items()
-        if len(form) == len(shape)
+        for name in options.names
+        if len(_NAMED[name].size_names) == len(shape)
         for dtype in options.dtypes
     )
     return list(dict.fromkeys(cases))
 
 
 def _problems(cases: list[_Case], options: argparse.Namespace, gpu: Gpu) -> list[Problem]:
-    """The problems of the cases, each once, in the same order."""
-    problems = [
-        problem
-        for case in cases
-        for problem in (
-            _problems_of_chain(case, tuple(options.passes), gpu) if case[0] in CHAINS else _problems_of_kernel(case)
-        )
-    ]
-    problems = list(dict.fromkeys(problems))
+    """The problems of the cases, each once, in the same order: of a chain, those that it looks up on this GPU."""
+    found = (_NAMED[name].problems(sizes, dtype, tuple(options.passes), gpu) for name, dtype, sizes in cases)
+    problems = list(dict.fromkeys(itertools.chain.from_iterable(found)))
     for problem in problems:
         if not KERNELS[problem.kernel].takes(problem):
             options.parser.error(f"argument --shapes: {problem} is no problem of the kernel: its groups must be whole")
     if not problems:
         options.parser.error(f"argument --passes: {','.join(options.names)} has none that is looked up")
     return problems
-
-
-def _problems_of_chain(case: _Case, passes: tuple[str, ...], gpu: Gpu) -> list[Problem]:
-    """The problems that the chain looks up on this GPU."""
-    name, dtype, sizes = case
-    chain = CHAINS[name]
-    if isinstance(chain, LinearChain):
-        problems = chain.problems(sizes, dtype, passes, by_cublas=_prefers_cublas(case, gpu))
-    else:
-        problems = chain.problems(sizes, dtype, passes)
-    if gpu.splits_float32:
-        return [problem for problem in problems if problem.precision is None]
-    return problems
-
-
-def _prefers_cublas(case: _Case, gpu: Gpu) -> bool:
-    """Whether this is a Linear chain in 16 bits whose product cuBLAS computes."""
-    name, dtype, sizes = case
-    if not isinstance(CHAINS.get(name), LinearChain) or dtype == "float32":
-        return False
-    M, K, N = sizes
-    return gpu.prefers_cublas(M, N, K)
-
-
-def _problems_of_kernel(case: _Case) -> list[Problem]:
-    name, dtype, sizes = case
-    kernel = KERNELS[name]
-    return [Problem(name, dtype, sizes, kernel.precision(dtype), layout) for layout in kernel.layouts]
 
 
 def _device(parser: Parser, without: str) -> torch.device:
@@ -325,7 +291,7 @@ def _show(options: argparse.Namespace) -> int:
     notes = [
         f"{name} {dtype} {'x'.join(map(str, sizes))}: cuBLAS computes the product"
         for name, dtype, sizes in cases
-        if "forward" in options.passes and _prefers_cublas((name, dtype, sizes), gpu)
+        if "forward" in options.passes and name in CHAINS and CHAINS[name].by_cublas(sizes, dtype, gpu)
     ]
     if gpu.lacks_hopper_convolutions and any(problem.kernel == "convolution" for problem, _ in found):
         notes.append(

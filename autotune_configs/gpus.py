@@ -11,6 +11,7 @@ from triton_kernels.device import (
     SHARED_MEMORY,
     architecture,
     device_name,
+    meant,
     multiprocessor_count,
     shared_memory_limit,
 )
@@ -33,6 +34,7 @@ class Gpu:
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
         """The GPU of a tensor. In the interpreter and in offline compilation, a stand-in."""
+        device = meant(device)
         return _of_cuda(device.index) if device.type == "cuda" else _of_other(device)
 
     @classmethod

@@ -1,5 +1,7 @@
 """Configs that run everywhere, for GPUs and problems that no table has."""
 
+import functools
+
 from autotune_configs.gpus import Gpu
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
@@ -34,6 +36,7 @@ def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
+@functools.lru_cache(maxsize=4096)
 def heuristic_linear_config(element_size: int, M: int, N: int, K: int, group_size: int, gpu: Gpu) -> LinearConfig:
     """The largest tile that fits into shared memory and leaves no multiprocessor without a tile.
 

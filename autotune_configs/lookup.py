@@ -5,20 +5,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from autotune_configs import tables, tuning
+from autotune_configs import tables
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import ELEMENT_SIZES, KERNELS, Config
+from autotune_configs.kernels import ELEMENT_SIZES, Config, kernel_of
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
-from triton_kernels.convolution import ConvolutionConfig
-from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_tiles import ImageNormConfig, layout_of
-from triton_kernels.linear import LinearConfig
 
 #: The farthest that an entry may be from a problem, in doublings summed over all sizes.
 _NEAR = 3.0
@@ -46,14 +40,15 @@ class Found:
         return self.table is not None and Path(self.table).name == tables.shipped_path(gpu).name
 
 
+@functools.lru_cache(maxsize=4096)
 def find(problem: Problem, gpu: Gpu) -> Found:
-    """The config for a problem.
+    """The config for a problem, looked up once.
 
     It is the first of these: the user's entry for just this problem, the shipped one, the nearest valid entry of the
     same kernel, dtype, precision and layout, the heuristic's. If its tiles leave the last wave partly empty, another
     entry may be predicted to be faster (``Kernel.seconds``), and is used.
     """
-    kernel = KERNELS[problem.kernel]
+    kernel = kernel_of(problem.kernel)
     candidates: list[Found] = []
     nearest = math.inf
     for distance, found in _valid_entries(problem, gpu, 2 * _NEAR):
@@ -80,7 +75,7 @@ def _valid_entries(problem: Problem, gpu: Gpu, farthest: float) -> Iterator[tupl
         if distances[place] > farthest:
             return
         entry, table = entries[place]
-        config = KERNELS[problem.kernel].config_of(entry.config, problem, gpu)
+        config = kernel_of(problem.kernel).config_of(entry.config, problem, gpu)
         if config is not None:
             yield float(distances[place]), Found(config, entry, table)
 
@@ -93,7 +88,7 @@ def known_configs(problem: Problem, gpu: Gpu) -> list[Config]:
     """
     found = find(problem, gpu)
     configs: list[Config | None] = [found.config] if found.entry else []
-    kernel = KERNELS[problem.kernel]
+    kernel = kernel_of(problem.kernel)
     for dtype, size in ELEMENT_SIZES.items():
         if dtype != problem.dtype and size == ELEMENT_SIZES[problem.dtype]:
             twin = replace(problem, dtype=dtype)
@@ -111,9 +106,7 @@ def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]
     found: dict[tuple, list[tuple[Entry, str]]] = {}
     for path, its_gpu in tables.searched(gpu):
         for entry in tables.read(path, its_gpu):
-            kernel = KERNELS.get(entry.problem.kernel)
-            if kernel and kernel.takes(entry.problem):
-                found.setdefault(_kind(entry.problem), []).append((entry, str(path)))
+            found.setdefault(_kind(entry.problem), []).append((entry, str(path)))
     return {
         kind: (entries, np.array([_logarithms(entry.problem.sizes) for entry, _ in entries]))
         for kind, entries in found.items()
@@ -121,22 +114,11 @@ def _entries(gpu: Gpu) -> dict[tuple, tuple[list[tuple[Entry, str]], np.ndarray]
 
 
 def _kind(problem: Problem) -> tuple:
-    return problem.kernel, problem.dtype, problem.precision, problem.layout
+    return problem.kernel, problem.dtype, problem.precision, problem.layout, len(problem.sizes)
 
 
 def _logarithms(sizes: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(math.log2(max(1, size)) for size in sizes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _config(
-    gpu: Gpu, kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], precision: str | None, layout: str | None
-) -> Config:
-    return find(_problem(kernel, dtype, sizes, precision, layout), gpu).config
-
-
-def _problem(kernel: str, dtype: torch.dtype, *others) -> Problem:
-    return Problem(kernel, str(dtype).removeprefix("torch."), *others)
 
 
 def generation() -> int:
@@ -148,66 +130,5 @@ def forget() -> None:
     """Read the tables again at the next call, because one of them, or their folder, has changed."""
     global _generation
     _generation += 1
-    tables.read.cache_clear()
-    _entries.cache_clear()
-    _config.cache_clear()
-
-
-def _resolve(
-    device: torch.device,
-    kernel: str,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    precision: str | None = None,
-    layout: str | None = None,
-) -> Any:
-    """The config for a problem, of the kernel's config class. Tunes the problem first if that is switched on."""
-    if tuning.is_on():
-        if tuning.tune_unseen(_problem(kernel, dtype, sizes, precision, layout), device):
-            forget()
-    return _config(Gpu.of(device), kernel, dtype, sizes, precision, layout)
-
-
-def prefers_cublas(M: int, N: int, K: int, device: torch.device) -> bool:
-    """Whether cuBLAS computes [M, K] @ [N, K].T in 16 bits on this device (``Gpu.prefers_cublas``)."""
-    return Gpu.of(device).prefers_cublas(M, N, K)
-
-
-def linear_config(
-    kernel: str, dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
-) -> LinearConfig:
-    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, with the epilogue that ``kernel`` names.
-
-    If the epilogue normalises groups of ``group_size`` columns, the tile holds whole groups where any tile can.
-    ``LinearConfig.holds_groups_of`` tells.
-    """
-    return _resolve(device, kernel, dtype, (M, N, K, group_size), "highest" if dtype == torch.float32 else None)
-
-
-def group_norm_config(
-    kernel: str, dtype: torch.dtype, M: int, C: int, group_size: int, device: torch.device
-) -> GroupNormConfig:
-    """Config of ``triton_kernels.group_norm`` for a matrix [M, C]; ``kernel``: group_norm, group_norm_backward."""
-    return _resolve(device, kernel, dtype, (M, C, group_size))
-
-
-def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> ImageNormConfig:
-    """Config of the passes over images [B, C, S] of one dtype (``triton_kernels.image_tiles``), the input first.
-
-    ``kernel``: image_statistics, image_group_norm or image_group_norm_backward.
-    """
-    sizes = (*images[0].shape, group_size)
-    return _resolve(images[0].device, kernel, images[0].dtype, sizes, None, _layouts(*images))
-
-
-def convolution_config(input: torch.Tensor, output: torch.Tensor, kernel_size: tuple[int, int]) -> ConvolutionConfig:
-    """Config of ``triton_kernels.convolution`` from input [N, C, H, W] to output [N, O, OH, OW]."""
-    (samples, out_channels, height, width), in_channels = output.shape, input.shape[1]
-    sizes = (samples, in_channels, out_channels, height, width, *kernel_size)
-    return _resolve(
-        input.device, "convolution", input.dtype, sizes, None, _layouts(input.flatten(2), output.flatten(2))
-    )
-
-
-def _layouts(*images: torch.Tensor) -> str:
-    return " to ".join(dict.fromkeys(map(layout_of, images)))
+    for function in (tables.read, _entries, find):
+        function.cache_clear()

@@ -19,6 +19,7 @@ from autotune_configs.precompile import Launch, Precompiler
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import DeviceLost, Outcome, Result
 from autotune_configs.tables import read_strictly, searched, shipped_folder
+from autotune_configs.workloads import is_of_every_process
 
 _WIDTH_WHEN_NO_TERMINAL = 160
 #: What the names of sizes mean, for readers of ``show --list``.
@@ -178,7 +179,7 @@ def list_what_can_be_shown() -> None:
     console = _console()
     chains = _table("chain", "function in ops", "sizes", "target shape")
     for name, chain in CHAINS.items():
-        chains.add_row(name, chain.function, " x ".join(chain.form), _joined(chain.target))
+        chains.add_row(name, chain.function, " x ".join(chain.size_names), _joined(chain.target))
     kernels = _table("kernel", "sizes")
     for name, kernel in KERNELS.items():
         kernels.add_row(name, " x ".join(kernel.size_names))
@@ -210,14 +211,13 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
     Returns the exit status: 1 if an entry is not valid, does not compile or does not fit, 130 if the user interrupted.
     """
     console = _console()
-    done, faults = 0, 0
+    faults: list[str] = []
 
     def add_fault(text: str) -> None:
-        nonlocal faults
-        faults += 1
+        faults.append(text)
         console.print(f"[red]{escape(text)}[/]")
 
-    work = []
+    work, unknown, done = [], {}, []
     for path in paths:
         try:
             gpu, entries = read_strictly(path)
@@ -230,6 +230,8 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
                 config = config_of(entry.config, entry.problem, gpu)
                 if config is None:
                     add_fault(f"{path}: {entry.problem}: {_settings(entry.config)} is no valid config")
+                elif not is_of_every_process(entry.problem):
+                    unknown[entry.problem.kernel] = f"{entry.problem.kernel}: compiled by the program with its chain"
                 else:
                     launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
         work.append((path, gpu, list(launches.values())))
@@ -242,8 +244,7 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
                 progress.update(task, description=escape(path.name))
 
                 def add_compiled(launch: Launch, fault: str | None, path: Path = path) -> None:
-                    nonlocal done
-                    done += 1
+                    done.append(launch)
                     progress.advance(task)
                     if fault:
                         add_fault(f"{path}: {launch[0]}: {_settings(asdict(launch[1]))}: {fault}")
@@ -251,13 +252,12 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
                 with Precompiler(gpu, processes) as precompiler:
                     precompiler.compile(of_one, on_compiled=add_compiled)
     except KeyboardInterrupt:
-        ending = f", interrupted with {total - done} left"
-    console.print(
-        f"{_count(len(paths), 'table')}, {_count(done, 'kernel variant')} compiled, {_count(faults, 'fault')}{ending}"
-    )
-    for note in notes:
+        ending = f", interrupted with {total - len(done)} left"
+    compiled = f"{_count(len(done), 'kernel variant')} compiled"
+    console.print(f"{_count(len(paths), 'table')}, {compiled}, {_count(len(faults), 'fault')}{ending}")
+    for note in (*unknown.values(), *notes):
         console.print(escape(note))
-    return 130 if ending else int(faults > 0)
+    return 130 if ending else int(bool(faults))
 
 
 def _compiled_as(problem: Problem, config: Config) -> tuple:

@@ -8,7 +8,7 @@ import triton
 
 from autotune_configs import lookup, tables
 from autotune_configs.gpus import KNOWN, Gpu
-from autotune_configs.kernels import KERNELS, config_of
+from autotune_configs.kernels import kernel_of
 from autotune_configs.tables import Entry
 
 
@@ -32,9 +32,7 @@ def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
     if known and known != gpu:
         raise ValueError(f"it is of {gpu}, but that GPU is known as {known}")
     for entry in entries:
-        if entry.problem.kernel not in KERNELS:
-            raise ValueError(f"unknown kernel {entry.problem.kernel!r}")
-        if config_of(entry.config, entry.problem, gpu) is None:
+        if kernel_of(entry.problem.kernel).config_of(entry.config, entry.problem, gpu) is None:
             raise ValueError(f"no valid config of {entry.problem}: {entry.config}")
     return gpu, entries
 

@@ -24,10 +24,10 @@ import triton
 from autotune_configs import lookup, tables
 from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS, Config
+from autotune_configs.kernels import Config, kernel_of
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
-from autotune_configs.workloads import Workload, workload_of
+from autotune_configs.workloads import Workload, is_of_every_process, workload_of
 
 #: Rounds in which a config is timed interleaved with the heuristic's. After one round a ratio above this ends them.
 _ROUNDS = 3
@@ -165,10 +165,11 @@ class Search:
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ):
         self.problem, self.device, self.gpu = problem, device, Gpu.of(device)
-        self.kernel = KERNELS[problem.kernel]
+        self.kernel = kernel_of(problem.kernel)
         self.default = self.kernel.heuristic(problem, self.gpu)
         self._journal, self._known = journal, journal.read(self.kernel.config_class)
-        self._prepare, self._clock, self._resources = prepare, clock, resources
+        self._prepare, self._clock = prepare, clock
+        self._resources = resources if is_of_every_process(problem) else None  # which asks worker processes
         self._is_quick, self._is_late, self._on_outcome = is_quick, is_late, on_outcome
         self.outcomes: dict[Config, Outcome] = {}
 
@@ -190,22 +191,16 @@ class Search:
             if self.outcomes[self.default].ratio is None:  # then there is no base to compare with
                 reason = f"the heuristic's config: {self.outcomes[self.default].reason}"
                 return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason, failed=True)
-            fastest = self._fastest()
-            wave = [] if fastest == best or self._is_quick else self._unseen_neighbours(fastest)
-            best = fastest
+            before, best = best, self._by_time()[0]
+            climbs = best != before and not self._is_quick
+            near = self.kernel.neighbours(best, self.problem, self.gpu) if climbs else []
+            wave = [each for each in near if each not in self.outcomes]
         is_whole = not (wave or self._is_quick or self._is_late())
         return Result(self.problem, self._entry(), list(self.outcomes.values()), is_whole)
-
-    def _fastest(self) -> Config:
-        return self._by_time()[0]
 
     def _by_time(self) -> list[Config]:
         timed = [(each.ratio, each.config) for each in self.outcomes.values() if each.ratio is not None]
         return [config for _, config in sorted(timed, key=lambda ratio_and_config: ratio_and_config[0])]
-
-    def _unseen_neighbours(self, config: Config) -> list[Config]:
-        near = self.kernel.neighbours(config, self.problem, self.gpu)
-        return [each for each in near if each not in self.outcomes]
 
     def _try_all(self, configs: list[Config]) -> None:
         unknown = [config for config in configs if config not in self._known]

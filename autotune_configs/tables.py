@@ -51,7 +51,8 @@ class Entry:
     date: str
 
     def to_json(self) -> dict:
-        return {**asdict(self.problem), **{name: value for name, value in asdict(self).items() if name != "problem"}}
+        item = asdict(self)
+        return {**item.pop("problem"), **item}
 
     @classmethod
     def from_json(cls, item: dict) -> "Entry":
@@ -64,34 +65,17 @@ class Entry:
         return cls(problem, dict(item["config"]), ratio, microseconds, item["triton"], item["date"])
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: object) -> bool:
-    return value is None or _is_text(value)
-
-
 def _is_size(value: Any) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIZE
 
 
-def _is_measured(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _LARGEST_SIZE
-
-
-#: What the values of an entry, and of a GPU, must be in a file.
+#: What the values of an entry must be in a file.
 _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
-    "kernel": _is_text,
-    "dtype": _is_text,
+    **dict.fromkeys(("kernel", "dtype", "triton", "date"), lambda text: isinstance(text, str)),
+    **dict.fromkeys(("precision", "layout"), lambda text: text is None or isinstance(text, str)),
+    **dict.fromkeys(("ratio", "microseconds"), lambda time: type(time) in (int, float) and 0 <= time <= _LARGEST_SIZE),
     "sizes": lambda sizes: isinstance(sizes, list) and all(map(_is_size, sizes)),
-    "precision": _is_text_or_none,
-    "layout": _is_text_or_none,
     "config": lambda config: all(map(_is_size, config.values())),
-    "ratio": _is_measured,
-    "microseconds": _is_measured,
-    "triton": _is_text,
-    "date": _is_text,
 }
 
 
@@ -167,9 +151,8 @@ def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
         table = json.loads(text)
         gpu = Gpu(**table["gpu"])
         name, *numbers = asdict(gpu).values()
-        if not (
-            _is_text(name) and 0 < len(name) <= _LONGEST_NAME and name.isprintable() and all(map(_is_size, numbers))
-        ):
+        is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable()
+        if not (is_name and all(map(_is_size, numbers))):
             raise ValueError(f"{str(table['gpu'])[:_LONGEST_NAME]!r} is no GPU")
         return gpu, tuple(map(Entry.from_json, table["entries"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from autotune_configs import tables
+from autotune_configs import lookup, tables
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import Problem
+from triton_kernels.device import standing_for
+from triton_kernels.launch import noted_in
 
 #: The environment variable that switches tuning on from the start, if it is 1.
 SWITCH_VARIABLE = "NORMFUSE_TUNE"
@@ -77,14 +79,15 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
 
 
 def _sweep(problem: Problem, device: torch.device) -> bool:
-    from autotune_configs import lookup, sweep  # they import this module
+    from autotune_configs import sweep  # with the workloads: not to be loaded by ``import ops``
 
     gpu = Gpu.of(device)
     found = lookup.find(problem, gpu)
     # An entry of another GPU's table is only where the sweep starts.
     if found.entry is not None and found.entry.problem == problem and found.is_of(gpu):
         return False
-    with torch.cuda.device(device):
+    # A call that meets the problem may be making a plan, which notes launches. These are to run.
+    with noted_in(None), standing_for(None), torch.cuda.device(device):
         (result,) = sweep.sweep_and_store([problem], device, budget=_BUDGET)
     if result.error is not None:
         raise result.error

@@ -5,20 +5,23 @@ On the "meta" device the tensors have no memory. A launch there can be compiled 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from autotune_configs.chains import CHAINS
 from autotune_configs.kernels import Config
 from autotune_configs.problem import Problem
-from triton_kernels import epilogues, group_norm, image_group_norm, row_minimum
+from triton_kernels import chains, group_norm, image_group_norm, reference, row_minimum
+from triton_kernels.chain import Chain, chain_of
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import CHANNELS_LAST, ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
-from triton_kernels.pointwise import GELU_OF, HARDTANH_MISH
+from triton_kernels.pointwise import MUL, Pointwise
 
 _EPS = 1e-5
 _BOUNDS = (-1.0, 1.0)
@@ -32,10 +35,9 @@ _OUTLIER = 64
 
 
 class Workload(ABC):
-    """Random tensors for a problem. Results are filled with NaN before each checked launch."""
+    """Random tensors for a problem. ``written`` is what a launch writes, filled with NaN before each checked one."""
 
-    #: What a launch writes, unless ``results`` and ``poison`` say otherwise.
-    output: torch.Tensor
+    written: tuple[torch.Tensor, ...] = ()
 
     def __init__(self, problem: Problem, device: torch.device):
         self.problem = problem
@@ -50,7 +52,7 @@ class Workload(ABC):
 
     def results(self, config: Config) -> tuple[torch.Tensor, ...]:
         """The results of the last launch, which had this config."""
-        return (self.output,)
+        return self.written
 
     @abstractmethod
     def expected(self) -> tuple[torch.Tensor, ...]:
@@ -58,7 +60,8 @@ class Workload(ABC):
 
     def poison(self, config: Config) -> None:
         """Fill what a launch with this config writes with NaN."""
-        self.output.fill_(math.nan)
+        for each in self.written:
+            each.fill_(math.nan)
 
     def launch_variants(self, config: Config) -> None:
         """Run every kind of launch that uses this config. Compiled, they show the resources that it needs."""
@@ -95,103 +98,128 @@ class Workload(ABC):
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
+    def images(self, layout: str, *shape: int) -> torch.Tensor:
+        """Images [samples, channels, height, width], not initialised."""
+        format = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
+        return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=format)
 
-class Linear(Workload):
-    """input [M, K] @ weight [N, K].T, with an epilogue."""
 
-    def __init__(self, problem, device):
+class ChainWorkload(Workload):
+    """A chain of values with rows [M, N] or samples [M, N, ...], and its operands."""
+
+    def __init__(self, problem: Problem, device: torch.device, chain: Chain, M: int, N: int):
         super().__init__(problem, device)
-        self.M, self.N, self.K, self.group_size = problem.sizes
-        self.input = self.normal(self.M, self.K)
-        self.weight = (self.normal(self.N, self.K, dtype=torch.float32) / math.sqrt(self.K)).to(self.dtype)
-        linear_bias, bias, norm_bias = (0.5 * self.normal(self.N) for _ in range(3))
-        self.vectors = (linear_bias, bias, 1 + 0.2 * self.normal(self.N), norm_bias)
-        self.output = self.empty(self.M, self.N)
-        self.epilogue = getattr(epilogues, problem.kernel.removeprefix("linear_") + "_epilogue")
+        self.chain, self.M, self.N, self.group_size = chain.of_dtype(self.dtype), M, N, problem.sizes[-1]
+        named = next((each for each in CHAINS.values() if each.chain.kernel == chain.kernel), None)
+        numbers = iter(named.numbers if named else ())
+        self.operands = tuple(self._operand(step, numbers) for step in chain.steps)
 
-    def launch(self, config):
-        self._launch(config, self.output)
+    def _operand(self, step: Pointwise, numbers: Iterator[tuple[float, ...]]) -> Any:
+        if step.operand == "numbers":
+            return next(numbers, _BOUNDS)
+        shapes = {"vector": (self.N,), "tensor": (self.M, self.N)}
+        around = float(step.name == MUL.name)  # so that a product is no smaller than what it is made of
+        return around + 0.5 * self.normal(*shapes[step.operand]) if step.has_tensor else None
 
-    def _launch(self, config, output, saved=None):
+    def holds_biases(self) -> None:
+        """The contraction's result has its biases: they are no operands any more."""
+        biases = len(self.chain.biases)
+        self.operands = (*[None] * biases, *self.operands[biases:])
+
+    def plain(self, z: torch.Tensor, operands: Sequence[Any] | None = None) -> torch.Tensor:
+        """The chain of z in float64, by PyTorch."""
+        operands = doubled(self.operands if operands is None else operands)
+        return reference.plain(self.chain, z.double(), operands, self.N // self.group_size, _EPS)
+
+    def plain_gradients(self, z: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Those of z, of a bias that z holds, and of the norm's weight and bias, which are the last operands."""
+        leaves = [each.requires_grad_() for each in doubled((z, *self.operands[-2:]))]
+        output = self.plain(leaves[0], (*self.operands[:-2], *leaves[1:]))
+        of_z, *of_norm = torch.autograd.grad(output, leaves, gradient.double())
+        return of_z, of_z.transpose(0, 1).flatten(1).sum(1), *of_norm
+
+
+def doubled(values: Iterable[Any]) -> list[Any]:
+    """The values, tensors in float64."""
+    return [each.double() if isinstance(each, torch.Tensor) else each for each in values]
+
+
+class Linear(ChainWorkload):
+    """A chain that begins with input [M, K] @ weight [N, K].T."""
+
+    def __init__(self, problem, device, chain):
+        M, N, self.K, _ = problem.sizes
+        super().__init__(problem, device, chain, M, N)
+        self.input = self.normal(M, self.K)
+        self.weight = (self.normal(N, self.K, dtype=torch.float32) / math.sqrt(self.K)).to(self.dtype)
+        self.written = (self.empty(M, N),)
+
+    def stored(self, config: Config, saves: bool = False) -> tuple[Any, Any]:
+        """What a launch writes: its output, and what it saves for the backward pass, or None."""
+        return self.written[0], self.empty(self.M, self.N) if saves else None
+
+    def launch(self, config, saves=False):
+        output, saved = self.stored(config, saves)
         linear(
             self.input,
             self.weight,
-            self.epilogue,
+            self.chain,
             config,
+            self.operands,
             output=output,
             saved=saved,
-            vectors=self.vectors,
-            scalars=(*_BOUNDS, _EPS),
+            eps=_EPS,
             group_size=self.group_size if config.holds_groups_of(self.group_size) else 1,
             input_precision=FLOAT32_INPUT_PRECISION,
         )
 
     def launch_variants(self, config):
         self.launch(config)
-        if self.problem.kernel != "linear_bias":
-            self._launch(config, self.output, self.empty(self.M, self.N))
+        if self.chain.activation or self.chain.last:
+            self.launch(config, saves=True)
 
     def expected(self):
-        z = self.input.double() @ self.weight.double().T + self.vectors[0].double() + self.vectors[1].double()
-        weight, bias = (vector.double() for vector in self.vectors[2:])
-        groups = self.N // self.group_size
-        if self.problem.kernel == "linear_hardtanh_mish_group_norm":
-            return (F.group_norm(F.mish(F.hardtanh(z, *_BOUNDS)), groups, weight, bias, _EPS),)
-        if self.problem.kernel == "linear_group_norm_hardtanh":
-            return (F.hardtanh(F.group_norm(z, groups, weight, bias, _EPS), *_BOUNDS),)
-        if self.problem.kernel == "linear_group_norm_row_minimum":
-            return (F.group_norm(z, groups, weight, bias, _EPS).amin(1),)
-        return (z,)
+        return (self.plain(self.input.double() @ self.weight.double().T),)
 
 
 class RowMinimum(Linear):
     """The same with a row minimum: each tile writes the minima of its rows as integer keys."""
 
-    def __init__(self, problem, device):
-        super().__init__(problem, device)
+    def __init__(self, problem, device, chain):
+        super().__init__(problem, device, chain)
         self.keys: dict[tuple[int, bool], tuple] = {}
 
-    def _tiles(self, config, save=False):
+    def stored(self, config, saves=False):
         tiles = blocks_of(self.N, config.epilogue_columns)
-        if (tiles, save) not in self.keys:
-            self.keys[tiles, save] = row_minimum.empty_tile_minimum(tiles, self.M, self.group_size, self.device, save)
-        return self.keys[tiles, save]
-
-    def launch(self, config):
-        self._launch(config, *self._tiles(config))
-
-    def launch_variants(self, config):
-        self.launch(config)
-        self._launch(config, *self._tiles(config, save=True))
+        if (tiles, saves) not in self.keys:
+            self.keys[tiles, saves] = row_minimum.empty_tile_minimum(tiles, self.M, self.group_size, self.device, saves)
+        return self.keys[tiles, saves]
 
     def poison(self, config):
-        self._tiles(config)[0].fill_(-(2**31))  # the key of NaN
+        self.stored(config)[0].fill_(-(2**31))  # the key of NaN
 
     def results(self, config):
         minimum = self.empty(1, self.M, dtype=torch.float32)
-        row_minimum.finish(self._tiles(config)[0], None, None, minimum, None, self.group_size)
-        return (minimum[0],)
+        row_minimum.finish(self.stored(config)[0], None, None, minimum, None, self.group_size)
+        return (minimum.T,)
 
 
-class GroupNorm(Workload):
-    """hardtanh → mish → group norm of a matrix [M, N], the most expensive activation before a norm."""
+class GroupNorm(ChainWorkload):
+    """The pass after a product that added the biases: hardtanh → mish → group norm, the most expensive activation."""
 
     def __init__(self, problem, device):
-        super().__init__(problem, device)
-        self.M, self.N, self.group_size = problem.sizes
-        self.input = self.normal(self.M, self.N)
-        self.weight, self.bias = 1 + 0.2 * self.normal(self.N), self.normal(self.N)
-        self.output = self.empty(self.M, self.N)
-        self.arguments = (self.input, self.N // self.group_size, self.weight, self.bias, _EPS)
+        M, N, group_size = problem.sizes
+        super().__init__(problem, device, chains.LINEAR_HARDTANH_MISH_GROUP_NORM, M, N)
+        self.holds_biases()
+        self.input, self.output = self.normal(M, N), self.empty(M, N)
+        self.written = (self.output,)
+        self.arguments = (self.input, N // group_size, self.chain, self.operands, _EPS)
 
     def launch(self, config):
-        group_norm.group_norm(*self.arguments, config, output=self.output, activation=HARDTANH_MISH, bounds=_BOUNDS)
-
-    def _chain(self, input, weight, bias):
-        return F.group_norm(F.mish(F.hardtanh(input, *_BOUNDS)), self.N // self.group_size, weight, bias, _EPS)
+        group_norm.group_norm(*self.arguments, config, output=self.output)
 
     def expected(self):
-        return (self._chain(self.input.double(), self.weight.double(), self.bias.double()),)
+        return (self.plain(self.input),)
 
 
 class GroupNormBackward(GroupNorm):
@@ -201,126 +229,91 @@ class GroupNormBackward(GroupNorm):
         super().__init__(problem, device)
         self.gradient = self.normal(self.M, self.N)
         self.sums = [self.empty(self.N, dtype=torch.float32) for _ in range(3)]
+        self.written = (self.output, *self.sums)
 
     def launch(self, config):
+        bias, *of_norm = self.sums
+        gradients = (bias, *[None] * (len(self.operands) - 3), *of_norm)
         group_norm.group_norm_backward(
-            self.gradient,
-            *self.arguments,
-            config,
-            input_gradient=self.output,
-            vector_gradients=(*self.sums, None),
-            activation=HARDTANH_MISH,
-            bounds=_BOUNDS,
+            self.gradient, *self.arguments, config, input_gradient=self.output, gradients=gradients
         )
 
-    def poison(self, config):
-        for each in (self.output, *self.sums):
-            each.fill_(math.nan)
-
-    def results(self, config):
-        return self.output, *self.sums
-
     def expected(self):
-        leaves = [tensor.double().requires_grad_() for tensor in (self.input, self.weight, self.bias)]
-        input_gradient, *gradients = torch.autograd.grad(self._chain(*leaves), leaves, self.gradient.double())
-        return input_gradient, *gradients, input_gradient.sum(0)
+        return self.plain_gradients(self.input, self.gradient)
 
 
-class ImageWorkload(Workload):
-    """GELU and group norm of images [B, C, S]."""
+class ImageWorkload(ChainWorkload):
+    """The passes over images [B, C, S] after a convolution that added its bias: GELU and group norm."""
 
     def __init__(self, problem, device):
-        super().__init__(problem, device)
-        self.B, self.C, self.S, self.group_size = problem.sizes
-        self.groups = self.C // self.group_size
+        samples, channels, self.S, _ = problem.sizes
+        super().__init__(problem, device, chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM, samples, channels)
+        self.holds_biases()
+        self.groups = channels // self.group_size
         layouts = problem.layout.split(" to ")
         self.input = self.image(layouts[0]).normal_(generator=self._generator)
         self.output = self.image(layouts[-1])
-        self.weight, self.bias = 1 + 0.2 * self.normal(self.C), self.normal(self.C)
-        self.activation = GELU_OF[self.dtype]
 
     def image(self, layout: str) -> torch.Tensor:
-        if layout == CHANNELS_LAST:
-            return self.empty(self.B, self.S, self.C).transpose(1, 2)
-        return self.empty(self.B, self.C, self.S)
+        return self.images(layout, self.M, self.N, 1, self.S).flatten(2)
 
     def statistics(self, config=None):
         config = config or ImageNormConfig.fit(self.input)
-        return image_statistics(self.input, self.groups, _EPS, config, activation=self.activation)
+        return image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
 
     def tolerated(self, result):
         return self.dtype  # its GELU is no more precise
 
-    def checked(self, image: torch.Tensor) -> torch.Tensor:
-        return image[:_CHECKED_SAMPLES].double()
-
 
 class ImageStatistics(ImageWorkload):
     def launch(self, config):
-        self.found = self.statistics(config)
-
-    def results(self, config):
-        return tuple(each.view(self.B, self.groups) for each in self.found)
-
-    def poison(self, config):
-        pass  # the launch makes the tensors of its results
+        self.written = tuple(each.view(-1, self.groups) for each in self.statistics(config))
 
     def expected(self):
-        values = F.gelu(self.checked(self.input)).reshape(-1, self.groups, self.group_size * self.S)
-        variance, mean = torch.var_mean(values, 2, correction=0)
-        return mean, (variance + _EPS).rsqrt()
+        return statistics_of(self.input[:_CHECKED_SAMPLES], self.groups)
+
+
+def statistics_of(values: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and reciprocal standard deviation [samples, groups] of GELU, in float64."""
+    variance, mean = torch.var_mean(F.gelu(values.double()).reshape(len(values), groups, -1), 2, correction=0)
+    return mean, (variance + _EPS).rsqrt()
 
 
 class ImageGroupNorm(ImageWorkload):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.given = self.statistics()
+        self.written = (self.output,)
+        self.arguments = (self.input, self.statistics(), self.chain, self.operands)
 
     def launch(self, config):
-        image_group_norm.image_group_norm(
-            self.input, self.given, self.weight, self.bias, config, output=self.output, activation=self.activation
-        )
+        image_group_norm.image_group_norm(*self.arguments, config, output=self.output)
 
     def expected(self):
-        activated = F.gelu(self.checked(self.input))
-        return (F.group_norm(activated, self.groups, self.weight.double(), self.bias.double(), _EPS),)
+        return (self.plain(self.input[:_CHECKED_SAMPLES]),)
 
 
-class ImageGroupNormBackward(ImageWorkload):
+class ImageGroupNormBackward(ImageGroupNorm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.given = self.statistics()
         self.gradient = self.image(problem.layout).normal_(generator=self._generator)
 
     def launch(self, config):
-        strips = config.strips(self.S)
-        self.sums = self.empty(3, self.B, strips, self.C, dtype=torch.float32)
+        self.sums = self.empty(3, self.M, config.strips(self.S), self.N, dtype=torch.float32)
+        bias, *of_norm = self.sums
         image_group_norm.image_group_norm_backward(
-            self.gradient,
-            self.input,
-            self.given,
-            self.weight,
-            self.bias,
-            config,
-            input_gradient=self.output,
-            norm_sums=self.sums[:2].unbind(),
-            bias_sums=self.sums[2],
-            activation=self.activation,
+            self.gradient, *self.arguments, config, input_gradient=self.output, sums=(bias, None, *of_norm)
         )
 
     def results(self, config):
-        return self.output, self.sums.sum(2).transpose(0, 1)
+        return self.output, *self.sums.sum(2)
 
-    def expected(self):
-        # The sums over each sample by itself, because only some samples are checked.
-        vectors = (each.double().expand(_CHECKED_SAMPLES, -1) for each in (self.weight, self.bias))
-        input, weight, bias = leaves = [
-            each[: self.B].clone().requires_grad_() for each in (self.checked(self.input), *vectors)
+    def expected(self):  # sample by sample, as only some are checked
+        samples = [
+            self.plain_gradients(self.input[place : place + 1], self.gradient[place : place + 1])
+            for place in range(min(self.M, _CHECKED_SAMPLES))
         ]
-        normalized = F.group_norm(F.gelu(input), self.groups, eps=_EPS)
-        output = normalized * weight[:, :, None] + bias[:, :, None]
-        input_gradient, *gradients = torch.autograd.grad(output, leaves, self.checked(self.gradient))
-        return input_gradient, torch.stack([*gradients, input_gradient.sum(2)], 1)
+        of_input, *sums = zip(*samples, strict=True)
+        return torch.cat(of_input), *map(torch.stack, sums)
 
 
 class Convolution(Workload):
@@ -331,16 +324,12 @@ class Convolution(Workload):
         self.B, self.C, self.O, height, width, *self.taps = problem.sizes
         layouts = problem.layout.split(" to ")
         in_size = (height + self.taps[0] - 1, width + self.taps[1] - 1)
-        self.input = self.image(layouts[0], self.C, *in_size).normal_(generator=self._generator)
-        self.output = self.image(layouts[-1], self.O, height, width)
+        self.input = self.images(layouts[0], self.B, self.C, *in_size).normal_(generator=self._generator)
+        self.output = self.images(layouts[-1], self.B, self.O, height, width)
+        self.written = (self.output,)
         depth = math.sqrt(self.C * math.prod(self.taps))
         self.weight = self.normal(*self.taps, self.O, self.C) / depth
         self.bias = self.normal(self.O)
-
-    def image(self, layout, channels, height, width):
-        format = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
-        shape = (self.B, channels, height, width)
-        return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=format)
 
     def tolerated(self, result):
         return self.dtype
@@ -355,7 +344,8 @@ class Convolution(Workload):
             config,
             output=self.output,
             partials=self.partials,
-            activation=GELU_OF[self.dtype],
+            chain=chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM.of_dtype(self.dtype),
+            operands=(None,) * 4,
         )
 
     def results(self, config):
@@ -365,12 +355,10 @@ class Convolution(Workload):
     def expected(self):
         weight = self.weight.permute(2, 3, 0, 1).double()
         output = F.conv2d(self.input[:_CHECKED_SAMPLES].double(), weight, self.bias.double())
-        variance, mean = torch.var_mean(F.gelu(output), (2, 3), correction=0)
-        return output, mean, (variance + _EPS).rsqrt()
+        return output, *statistics_of(output, self.O)
 
 
 _WORKLOADS: dict[str, Callable[[Problem, torch.device], Workload]] = {
-    "linear_group_norm_row_minimum": RowMinimum,
     "group_norm": GroupNorm,
     "group_norm_backward": GroupNormBackward,
     "image_statistics": ImageStatistics,
@@ -380,5 +368,20 @@ _WORKLOADS: dict[str, Callable[[Problem, torch.device], Workload]] = {
 }
 
 
+#: The kernels of the chains that every process knows. A user's own chain is known where the user's program runs.
+_DECLARED = {chain.kernel for chain in vars(chains).values() if isinstance(chain, Chain)}
+
+
+def is_of_every_process(problem: Problem) -> bool:
+    """Whether a worker process, too, can make the problem's workload."""
+    return problem.kernel in _WORKLOADS or problem.kernel in _DECLARED
+
+
 def workload_of(problem: Problem, device: torch.device) -> Workload:
-    return _WORKLOADS.get(problem.kernel, Linear)(problem, device)
+    """Raises ValueError where this process has made no chain of the kernel's name."""
+    if problem.kernel in _WORKLOADS:
+        return _WORKLOADS[problem.kernel](problem, device)
+    chain = chain_of(problem.kernel)
+    if chain is None:
+        raise ValueError(f"no chain of this process has the kernel {problem.kernel}")
+    return (RowMinimum if chain.reduction else Linear)(problem, device, chain)

@@ -9,7 +9,7 @@ from importlib import import_module
 _COMMANDS = {
     "captured": "bench.captured",
     "first-call": "bench.first_call",
-    "merge": "bench.merge",
+    "merge": "bench.results",
     "report": "bench.report",
     "tensor-parallel": "bench.tensor_parallel",
 }
@@ -33,7 +33,7 @@ def _run(arguments: list[str]) -> int:
     if command and command[0] not in _COMMANDS:
         Parser(prog=called_as("bench")).error(f"{command[0]!r} is no command: there are {', '.join(_COMMANDS)}")
     prog = " ".join([called_as("bench"), *command])
-    module = import_module(_COMMANDS[command[0]] if command else "bench.measure")
+    module = import_module(_COMMANDS[command[0]] if command else "bench.times")
     try:
         return module.main(arguments[len(command) :], prog)
     except BadResult as error:

@@ -1,22 +1,17 @@
 """``python -m bench captured``: each chain called eagerly, by ``torch.compile``, and replayed from a CUDA graph."""
 
-import statistics
 from collections.abc import Sequence
 
 import torch
-from rich.table import Table
 
-from autotune_configs.command_line import Parser, names, positive
-from bench.cells import CHAINS, DTYPES, Cell, Problem, Step, make_cells, make_problem, make_step
+from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
+from bench.columns import CAPTURED as COLUMNS
+from bench.columns import console_table
 from bench.device import device_to_measure
-from bench.recording import Recording, add_output, reason
-from bench.schema import MODES, CallTimes, CapturedRow
-from bench.tables import table
-from bench.text import number
-from bench.timing import WARM_UP_CALLS, median_ratio, time_host, time_rounds, warm_up
+from bench.recording import experiment_parser, reason, record
+from bench.schema import CALLS, CAPTURED, COMPILED, EAGER, CallTimes, CapturedRow
+from bench.timing import median_ratio, time_calls, warm_up
 
-#: How a chain is called; the others are compared with the first. Without a GPU there are no graphs.
-CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
 #: Of the eager call's time: what a compiled or captured one may take.
 MOST = 1.02
 
@@ -26,9 +21,7 @@ def capture(step: Step) -> Step:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARM_UP_CALLS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+        warm_up(step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
@@ -42,9 +35,7 @@ def capture(step: Step) -> Step:
 
 def make_call(name: str, cell: Cell, problem: Problem) -> Step:
     """The cell's work, called in this way."""
-    import ops  # as triton is imported, it reads whether it is to interpret
-
-    forward = cell.chain.bind(ops, cell.shape.channels)
+    forward = cell.bind("ops")
     if name == COMPILED:
         # Inductor would need a C++ compiler where there is no GPU.
         backend = "inductor" if problem.output_gradient.is_cuda else "aot_eager"
@@ -65,7 +56,7 @@ def difference(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 
 def measure(cell: Cell, rounds: int, device: torch.device) -> CapturedRow:
-    """Each way to call the cell, timed (on a GPU) where its results are the eager call's."""
+    """Each way to call the cell, timed (on a GPU, for without one there are no graphs) where its results are right."""
     on_gpu = device.type == "cuda"
     found: dict[str, CallTimes] = {}
     calls: dict[str, Step] = {}
@@ -85,60 +76,47 @@ def measure(cell: Cell, rounds: int, device: torch.device) -> CapturedRow:
             if failure is None:
                 calls[name] = call
             elif name == EAGER:  # nothing to compare with
-                return CapturedRow(**cell.identity, calls=found)
-        if not on_gpu:
+                break
+        if not (on_gpu and calls):
             return CapturedRow(**cell.identity, calls=found)
-        times = time_rounds(calls, rounds, device)
-        host_times = time_host(calls, torch.cuda.synchronize)
+        in_rounds, times = time_calls(calls, rounds, device)
     for name in calls:
-        ratio = None if name == EAGER else median_ratio(times, name, EAGER)
-        found[name] = CallTimes(statistics.median(times[name]), ratio, host_times[name])
+        ratio = None if name == EAGER else median_ratio(in_rounds, name, EAGER)
+        found[name] = CallTimes(**times[name], over_eager=ratio)
     return CapturedRow(**cell.identity, rounds=rounds, calls=found)
 
 
-def show(rows: Sequence[CapturedRow]) -> list[Table]:
-    """One line a call; nothing where nothing was timed."""
-    result = table(
-        "Called eagerly, compiled, and replayed from a CUDA graph",
-        "cell",
-        ("call", "µs", "of eager", "host, µs"),
-        f"µs: of the device; of eager: median of the rounds' ratios, red above {MOST}",
-    )
-    for row in rows:
-        for name, call in row.calls.items():
-            if call.failure:
-                result.add_row(str(row), name, "failed", style="red")
-                continue
-            style = "red" if call.over_eager and call.over_eager > MOST else None
-            values = number(call.us), number(call.over_eager, ".3f"), number(call.host_us)
-            result.add_row(str(row), name, *values, style=style)
-    return [result] if any(row.rounds for row in rows) else []
+def show(rows: Sequence[CapturedRow]) -> list:
+    """One line a cell; nothing where nothing was timed."""
+    title = f"Called eagerly, compiled, and replayed from a CUDA graph; red above {MOST} of the eager call"
+    return [console_table(title, COLUMNS, rows, is_red=is_slow)] if any(row.rounds for row in rows) else []
+
+
+def is_slow(row: CapturedRow) -> bool:
+    """Whether a call failed, or takes longer than it may."""
+    return row.failed or any((call.over_eager or 0) > MOST for call in row.calls.values())
 
 
 def main(arguments: list[str], prog: str) -> int:
-    """Measure and print; returns the exit status."""
-    parser = Parser(
-        prog=prog,
-        description="Time each chain called eagerly, through torch.compile and replayed from a CUDA graph, at the "
-        "target size. Results must be the eager call's. Exit status: 0, 1 if a call fails or its results differ, 2 for "
-        "a bad argument.",
+    parser = experiment_parser(
+        prog,
+        "Time each chain called eagerly, through torch.compile and replayed from a CUDA graph, at the target size. "
+        "Results must be the eager call's. Exit status: 0, 1 if a call fails or its results differ, 2 for a bad "
+        "argument.",
+        dtypes=("bfloat16", "float32"),
+        rounds=30,
     )
-    parser.add_argument("--chains", type=names(CHAINS), default=",".join(CHAINS), help="of " + ", ".join(CHAINS))
-    parser.add_argument("--dtypes", type=names(DTYPES), default="bfloat16,float32", help="of " + ", ".join(DTYPES))
-    parser.add_argument("--modes", type=names(MODES), default=",".join(MODES), help="of " + ", ".join(MODES))
-    parser.add_argument("--rounds", type=positive, default=30, help="timed calls of each")
-    add_output(parser)
     options = parser.parse_args(arguments)
     device = device_to_measure()
-    cells = make_cells(options.chains, options.dtypes, options.modes, device.type == "cuda")
-    with Recording(options.output, "captured", device, show, len(cells)) as recording:
-        for cell in cells:
-            recording.begin(cell)
-            row = measure(cell, options.rounds, device)
-            recording.add(row)
-            for name, call in row.calls.items():
-                recording.say(f"{row} {name}: {_outcome(call)}")
-    return int(any(call.failure for row in recording.rows for call in row.calls.values()))
+    cells = make_cells(options.chains, options.dtypes, options.modes, default_shapes(device.type == "cuda"))
+    return record(
+        options.output, "captured", device, show, cells, lambda cell: measure(cell, options.rounds, device), summary
+    )
+
+
+def summary(row: CapturedRow) -> str:
+    """One line a call."""
+    return "\n".join(f"{row} {name}: {_outcome(call)}" for name, call in row.calls.items())
 
 
 def _outcome(call: CallTimes) -> str:

@@ -1,17 +1,15 @@
 """What is measured: cells, each one chain at one dtype, precision, mode, shape and memory format."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
-from bench.chain import Chain, Forward, Random, Shape
-from bench.convolution_chains import L19
-from bench.linear_chains import L30, L75, L94
+from bench.chains import CHAINS, PRECISIONS, Chain, Forward, Sizes
 from bench.schema import Row
-from bench.sizes import SMALL, TARGET
+from bench.sizes import SMALL, TARGET, sizes_of
 
-CHAINS = {"l94": L94, "l75": L75, "l30": L30, "l19": L19}
 DTYPES = ("bfloat16", "float16", "float32")
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -31,7 +29,7 @@ class Cell:
     dtype: str
     precision: str | None
     mode: str
-    shape: Shape
+    shape: str
     memory_format: str | None = None
 
     def __str__(self) -> str:
@@ -39,38 +37,57 @@ class Cell:
 
     @property
     def identity(self) -> dict:
-        """What a row of results says of its cell."""
-        return {
-            "chain": self.chain.label,
-            "product": self.chain.product,
-            "shape": str(self.shape),
-            "dtype": self.dtype,
-            "precision": self.precision,
-            "memory_format": self.memory_format,
-            "mode": self.mode,
-        }
+        """What a row says of its cell."""
+        return vars(self) | {"chain": self.chain.label, "product": self.chain.product}
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.shape)
+
+    @property
+    def num_groups(self) -> int:
+        return self.chain.num_groups(self.sizes[2])
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    def bind(self, implementation: str) -> Forward:
+        """The chain as this module has it, ``ops`` or ``ops.reference``. As triton is imported, it reads whether it is
+        to interpret."""
+        function = getattr(import_module(implementation), self.chain.declaration.function)
+        options = self.chain.scalars | {"num_groups": self.num_groups}
 
-def make_cells(chains: Sequence[str], dtypes: Sequence[str], modes: Sequence[str], on_gpu: bool) -> list[Cell]:
-    """At the target sizes, float32 at its highest precision, contiguous."""
-    sizes = TARGET if on_gpu else SMALL
+        def forward(tensors):
+            return function(**tensors, **options)
+
+        return forward
+
+
+def make_cells(
+    chains: Iterable[str],
+    dtypes: Iterable[str],
+    modes: Iterable[str],
+    shapes: Mapping[str, Iterable[str]],
+    precisions: Iterable[str] = PRECISIONS[:1],
+    memory_formats: Iterable[str] = ("contiguous",),
+) -> list[Cell]:
+    """All combinations that there are. ``shapes`` by what a chain begins with, ``precisions`` for float32."""
     return [
-        Cell(
-            chain,
-            dtype,
-            chain.precisions[0] if dtype == "float32" else None,
-            mode,
-            chain.shape_class(*map(int, sizes[chain.product].split("x"))),
-            next(iter(MEMORY_FORMATS)) if chain.has_memory_format else None,
-        )
+        Cell(chain, dtype, precision, mode, shape, memory_format)
+        for product in shapes
+        for shape in shapes[product]
         for dtype in dtypes
+        for precision in (precisions if dtype == "float32" else [None])
         for chain in (CHAINS[name] for name in chains)
+        if chain.product == product and (precision is None or precision in chain.precisions)
         for mode in modes
+        for memory_format in (memory_formats if chain.has_memory_format else [None])
     ]
+
+
+def default_shapes(on_gpu: bool) -> dict[str, list[str]]:
+    return {product: [shape] for product, shape in (TARGET if on_gpu else SMALL).items()}
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,6 @@ class Problem:
 
 def make_problem(cell: Cell, device: torch.device) -> Problem:
     """Draw the data. The values are the same in every memory format."""
-    random = Random(torch.Generator(device).manual_seed(0))
 
     def as_in_cell(tensor):
         tensor = tensor.to(cell.torch_dtype)
@@ -91,32 +107,48 @@ def make_problem(cell: Cell, device: torch.device) -> Problem:
             tensor = tensor.contiguous(memory_format=MEMORY_FORMATS[cell.memory_format])
         return tensor
 
-    tensors = {name: as_in_cell(tensor) for name, tensor in cell.chain.draw_tensors(cell.shape, random).items()}
-    return Problem(tensors, as_in_cell(random.normal(*cell.chain.output_shape(cell.shape))))
+    torch.manual_seed(0)
+    with device:
+        tensors = {name: as_in_cell(tensor) for name, tensor in cell.chain.draw_tensors(cell.sizes).items()}
+        shape = _product_shape(cell, tensors)
+        if cell.chain.sample_dimension == 2:
+            shape = torch.Size((1, shape[1], shape[0], 1))
+        return Problem(tensors, as_in_cell(torch.randn(shape)))
+
+
+def _product_shape(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> torch.Size:
+    return cell.chain.bare({name: tensor.to("meta") for name, tensor in tensors.items()}).shape
 
 
 def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Step:
-    """The forward pass without gradients, or the forward and the backward pass with the gradient of every tensor.
+    """The forward pass without gradients or with a graph for them, or with the gradient of every tensor (training).
 
     The gradient at the output has the output's own layout, as autograd would hand it on in a model. It is laid out in
     the first call. Some forward passes answer a channels_last input with a contiguous output; a gradient in another
     layout would cost them a copy.
     """
-    if mode == "forward":
+    leaves = {name: tensor.detach().requires_grad_(mode != "forward") for name, tensor in tensors.items()}
+    laid_out = None
 
-        def step():
-            with torch.no_grad():
-                return forward(tensors), ()
-    else:
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-        laid_out = None
-
-        def step():
-            nonlocal laid_out
-            output = forward(leaves)
-            if laid_out is None:
-                same = output_gradient.stride() == output.stride()
-                laid_out = output_gradient if same else torch.empty_like(output).copy_(output_gradient)
-            return output.detach(), torch.autograd.grad(output, list(leaves.values()), laid_out)
+    def step():
+        nonlocal laid_out
+        if mode != "training":
+            with torch.set_grad_enabled(mode != "forward"):
+                return forward(leaves), ()
+        output = forward(leaves)
+        if laid_out is None:
+            same = output_gradient.stride() == output.stride()
+            laid_out = output_gradient if same else torch.empty_like(output).copy_(output_gradient)
+        return output.detach(), torch.autograd.grad(output, list(leaves.values()), laid_out)
 
     return step
+
+
+def make_bare_step(cell: Cell, problem: Problem) -> Step:
+    """The bare product as a step: for training with the input's and the weight's gradient, two more products.
+
+    The values of the gradient do not matter. The shape is the product's, which need not be the chain's output's.
+    """
+    gradient = problem.output_gradient.reshape(_product_shape(cell, problem.tensors))
+    leaves = {name: problem.tensors[name] for name in ("input", "weight")}
+    return make_step(cell.mode, lambda leaves: cell.chain.bare({**problem.tensors, **leaves}), leaves, gradient)

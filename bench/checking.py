@@ -1,8 +1,8 @@
 """Whether a result is right: its error against float64, compared with the error of PyTorch's own result."""
 
+import functools
 import math
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from bench.cells import Cell, Problem, make_step
-from bench.chain import Forward
+from bench.chains import Forward, cudnn_setting
+from bench.schema import Errors
 
 #: Our error may be this many times PyTorch's ...
 ALLOWANCE = 1.1
@@ -57,22 +58,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Check:
-    """Every tensor's comparison, the output first, and what they cover."""
+    """Every tensor's errors, the output's first, and what they cover."""
 
-    comparisons: list[Comparison]
+    errors: Errors
     #: The share of the output's gradient that was let through.
     away_from_jumps: float | None
     #: All of the batch's samples are compared; this many went through float64 at a time.
-    samples: int
     samples_at_once: int
 
     @property
-    def worst(self) -> Comparison:
-        return worst_of({each.tensor: (each.ours, each.torch) for each in self.comparisons})
-
-    @property
     def is_red(self) -> bool:
-        return self.worst.is_red
+        return worst_of(self.errors).is_red
 
 
 def worst_of(errors: Mapping[str, Any]) -> Comparison:
@@ -91,13 +87,15 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
     No chain mixes samples, so float64 takes some of them at a time. Their part of the output and of the input's
     gradient is compared at once. The gradients of the other tensors are sums over the samples, and added up first.
     """
-    output_gradient, away = problem.output_gradient, None
+    batch, output_gradient, away = cell.sizes[0], problem.output_gradient, None
     if cell.mode == "training":
         output_gradient, away = _stop_at_jumps(cell, problem)
 
     def results(forward, tensors, gradient):
         output, gradients = make_step(cell.mode, forward, tensors, gradient)()
-        return {"output": output} | {f"d_{name}": gradient for name, gradient in zip(tensors, gradients, strict=False)}
+        return {"output": output.detach()} | {
+            f"d_{name}": gradient for name, gradient in zip(tensors, gradients, strict=False)
+        }
 
     compared = [results(forward, problem.tensors, output_gradient) for forward in (ours, reference)]
     for name, right in compared[1].items():
@@ -105,102 +103,68 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
             raise ValueError(f"{name} has shape {tuple(compared[0][name].shape)} where {tuple(right.shape)} is right")
 
     over_samples = {"output": cell.chain.sample_dimension, "d_input": 0}
-    errors = {name: (_Error(), _Error()) for name in compared[1]}
+    squares = {name: [[0.0, 0.0], [0.0, 0.0]] for name in compared[1]}  # of difference and size, ours and PyTorch's
+
+    def add(name: str, exact: torch.Tensor, samples: slice | None = None) -> None:
+        for sums, result in zip(squares[name], compared, strict=True):
+            part = _along(over_samples[name], samples, result[name]) if samples else result[name]
+            sums[0] += (part.double() - exact).square().sum().item()
+            sums[1] += exact.square().sum().item()
+
     totals: dict[str, torch.Tensor] = {}
-    samples_at_once = max(1, _ELEMENTS_AT_ONCE * cell.shape.batch // output_gradient.numel())
-    for start in range(0, cell.shape.batch, samples_at_once):
+    samples_at_once = max(1, _ELEMENTS_AT_ONCE * batch // output_gradient.numel())
+    for start in range(0, batch, samples_at_once):
         samples = slice(start, start + samples_at_once)
         tensors = {name: tensor.double() for name, tensor in problem.tensors.items() if name != "input"}
         tensors = {"input": problem.tensors["input"][samples].double()} | tensors
-        with _cudnn_disabled():
+        # Convolutions then run in PyTorch's own code, as matrix products in float64, independent of what they judge.
+        with cudnn_setting("enabled", False):
             part = _along(over_samples["output"], samples, output_gradient).double()
             expected = results(reference, tensors, part)
         for name, exact in expected.items():
             if name in over_samples:
-                for error, result in zip(errors[name], compared, strict=True):
-                    error.add(_along(over_samples[name], samples, result[name]), exact)
+                add(name, exact, samples)
             else:
                 totals[name] = totals[name] + exact if name in totals else exact
     for name, exact in totals.items():
-        for error, result in zip(errors[name], compared, strict=True):
-            error.add(result[name], exact)
-    comparisons = [Comparison(name, *(error.relative for error in errors[name])) for name in errors]
-    return Check(comparisons, away, cell.shape.batch, min(samples_at_once, cell.shape.batch))
+        add(name, exact)
+    errors: Errors = {name: (_relative(*sums[0]), _relative(*sums[1])) for name, sums in squares.items()}
+    return Check(errors, away, min(samples_at_once, batch))
 
 
-class _Error:
-    """norm(result - exact) / norm(exact), added up over parts."""
-
-    def __init__(self):
-        self._difference = self._size = 0.0
-
-    def add(self, result: torch.Tensor, exact: torch.Tensor) -> None:
-        self._difference += (result.double() - exact).square().sum().item()
-        self._size += exact.square().sum().item()
-
-    @property
-    def relative(self) -> float:
-        """Absolute where the exact tensor is all zeros."""
-        return math.sqrt(self._difference / self._size if self._size else self._difference)
+def _relative(difference: float, size: float) -> float:
+    """norm(result - exact) / norm(exact), of their squares. It is absolute where the exact tensor is all zeros."""
+    return math.sqrt(difference / size if size else difference)
 
 
 def _along(dimension: int, samples: slice, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(dimension, 0)[samples].movedim(0, dimension)
 
 
-@contextmanager
-def _cudnn_disabled():
-    """Convolutions then run in PyTorch's own code, as matrix products in float64, independent of what they judge."""
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
-
-
 def _stop_at_jumps(cell: Cell, problem: Problem) -> tuple[torch.Tensor, float]:
     """The output's gradient with zeros where it would reach a jump, and the share of elements that is left."""
-    if cell.chain.label not in _AWAY_FROM_JUMPS:
+    if cell.chain.label == "L19":
         return problem.output_gradient, 1.0
-    exact = {name: tensor.double() for name, tensor in problem.tensors.items()}
-    mask = _AWAY_FROM_JUMPS[cell.chain.label](cell, exact)
+    mask = _away_from_jumps(cell, {name: tensor.double() for name, tensor in problem.tensors.items()})
     return problem.output_gradient * mask, mask.double().mean().item()
 
 
-def _groups_off_bounds(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Whole groups, because the norm after the hardtanh spreads an element's gradient over its group."""
-    values = F.linear(tensors["input"], tensors["weight"], tensors["linear_bias"]) + tensors["bias"]
-    clear = _off_bounds(cell, values).unflatten(1, (cell.chain.num_groups(values.shape[1]), -1))
-    return clear.all(dim=2, keepdim=True).expand_as(clear).flatten(1)
-
-
-def _elements_off_bounds(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _off_bounds(cell, _normalized(cell, tensors))
-
-
-def _rows_with_clear_minimum(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Rows whose second smallest element is well above the smallest. Rows are dimension 2 of the output."""
-    values = _normalized(cell, tensors)
-    values = F.pad(values, (0, 1), value=torch.inf)  # a single channel has a clear minimum too
-    smallest, second = values.topk(2, dim=1, largest=False).values.unbind(1)
-    return (second - smallest > _margin(cell) * smallest.abs()).view(1, 1, -1, 1)
-
-
-#: By chain, if it has jumps: a mask, broadcast to the output's gradient, of where it reaches no element near a jump.
-_AWAY_FROM_JUMPS = {"L94": _groups_off_bounds, "L75": _rows_with_clear_minimum, "L30": _elements_off_bounds}
-
-
-def _normalized(cell: Cell, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def _away_from_jumps(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A mask, broadcast to the output's gradient, of where that reaches no element near a jump."""
+    margin = _MARGINS[cell.dtype, cell.precision]
     values = F.linear(tensors["input"], tensors["weight"], tensors["linear_bias"])
-    return F.group_norm(values, cell.chain.num_groups(values.shape[1]), tensors["norm_weight"], tensors["norm_bias"])
-
-
-def _off_bounds(cell: Cell, values: torch.Tensor) -> torch.Tensor:
-    lower, upper = (cell.chain.scalars[name] for name in ("min_val", "max_val"))
-    margin = _margin(cell)
-    return ((values - lower).abs() > margin * abs(lower)) & ((values - upper).abs() > margin * abs(upper))
-
-
-def _margin(cell: Cell) -> float:
-    return _MARGINS[cell.dtype, cell.precision]
+    if cell.chain.label == "L94":
+        values = values + tensors["bias"]
+    else:
+        values = F.group_norm(values, cell.num_groups, tensors["norm_weight"], tensors["norm_bias"])
+    if cell.chain.label == "L75":  # rows, dimension 2 of the output, whose second smallest element is well above
+        values = F.pad(values, (0, 1), value=torch.inf)  # a single channel has a clear minimum too
+        smallest, second = values.topk(2, dim=1, largest=False).values.unbind(1)
+        return (second - smallest > margin * smallest.abs()).view(1, 1, -1, 1)
+    distances = ((values - bound).abs() > margin * abs(bound) for bound in cell.chain.scalars.values())
+    clear = functools.reduce(torch.logical_and, distances)
+    if cell.chain.label == "L30":
+        return clear
+    # Whole groups, because the norm after the hardtanh spreads an element's gradient over its group.
+    groups = clear.unflatten(1, (cell.num_groups, -1))
+    return groups.all(dim=2, keepdim=True).expand_as(groups).flatten(1)

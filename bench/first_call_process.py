@@ -14,24 +14,25 @@ from pathlib import Path
 
 import torch
 
-from bench.cells import CHAINS, Cell, Step, make_problem, make_step
+from bench.cells import Cell, Step, make_problem, make_step
+from bench.chains import CHAINS
 
 _LATER_CALLS = 10
 
 
 def main(arguments: list[str]) -> None:
     chain_name, dtype, shape, device_name = arguments
-    chain, device = CHAINS[chain_name], torch.device(device_name)
-    cell = Cell(chain, dtype, None, "forward", chain.shape_class(*map(int, shape.split("x"))))
+    device = torch.device(device_name)
+    cell = Cell(CHAINS[chain_name], dtype, None, "forward", shape)
     problem = make_problem(cell, device)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
 
     start = time.perf_counter()
-    import ops
+    import ops  # noqa: F401
 
     import_s = time.perf_counter() - start
-    step = make_step("forward", chain.bind(ops, cell.shape.channels), problem.tensors, problem.output_gradient)
+    step = make_step("forward", cell.bind("ops"), problem.tensors, problem.output_gradient)
     first_call_s = _seconds(step, synchronize)
     compiled = compiled_kernels(Path(os.environ["TRITON_CACHE_DIR"]))
     later = [_seconds(step, synchronize) for _ in range(_LATER_CALLS)]

@@ -1,25 +1,35 @@
-"""Results as Markdown: the page of benchmarks."""
+"""Results as Markdown: the page of benchmarks, and the tables within other pages."""
 
 import os
+import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from bench.results import DeviceResults
-from bench.schema import (
-    BARE,
-    MODES,
-    OURS,
-    PYTORCH,
-    FirstCallRow,
-    Row,
-    Run,
-    TimesRow,
+from bench.columns import (
+    CAPTURED,
+    CHAIN,
+    DTYPE,
+    FIRST_CALL,
+    MODE,
+    SHAPE,
+    TENSOR_PARALLEL,
+    TIMES,
+    Column,
+    field,
+    markdown_table,
+    number,
+    of_peer,
+    pair,
 )
-from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES, grid_shape
-from bench.text import against, markdown_table, number, pair, quotient
+from bench.results import BadResult, DeviceResults, by_shape, chains_by_shape, grouped, run_of
+from bench.schema import BARE, COMPILERS, MODES, OURS, PYTORCH, CommitsRow, Row, TimesRow
+from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_FEATURES, grid_shape
 
 NOT_MEASURED = "Not measured."
+_WHAT_TIMES_ARE = "normfuse's µs, then for each peer the ratio and the peer's own µs."
 #: The batch at which the host's time is compared with eager PyTorch's.
 _HOST_BATCH = 16
 
@@ -40,37 +50,45 @@ kernel.
 - Small numbers beside a chain name the [run](#runs), where the rows of a table are of different runs."""
 
 
+#: The sections of times that the host sees: the field, and what it is.
+_LOOPS = {
+    "Host time": ("host_us", "Microseconds that the host needs to queue a call, whatever the device takes."),
+    "Wall clock": ("wall_us", "Microseconds of a whole call in a loop that waits for the device once, at its end."),
+}
+_TIMES = " normfuse's µs, then for each peer the ratio and the peer's own µs."
+_FIRST_CALL = (
+    "A fresh process with an empty Triton cache, at PyTorch's default float32 precision: the import of `ops` after "
+    "torch's, the first forward call until the device is done, and the median of later ones."
+)
+
+
 class _Runs:
     """The runs that a page's figures are of, numbered by date."""
 
     def __init__(self, rows: Iterable[Row]):
-        found = {self._what(row): row.run for row in sorted(rows, key=lambda row: run_of(row).date)}
+        found = dict.fromkeys(map(self._what, sorted(rows, key=lambda row: run_of(row).date)))
         self._numbers = {what: index for index, what in enumerate(found, 1)}
 
     @staticmethod
-    def _what(row: Row) -> tuple[str, str]:
-        return run_of(row).state, run_of(row).versions
+    def _what(row: Row) -> str:
+        return f"{run_of(row).versions}; {run_of(row).state}"
 
-    def numbers(self, rows: Iterable[Row]) -> list[int]:
+    def _numbers_of(self, rows: Iterable[Row]) -> list[int]:
         return sorted({self._numbers[self._what(row)] for row in rows})
 
-    def marks(self, rows: Sequence[Row]) -> list[str]:
-        """What names each row's run; nothing where all are of one."""
-        several = len(self.numbers(rows)) > 1
-        return [f" <sup>{self._numbers[self._what(row)]}</sup>" if several else "" for row in rows]
+    def chain(self, rows: Iterable[Row]) -> Column:
+        """The chain's column, with each row's run where these are of several."""
+        if len(self._numbers_of(rows)) < 2:
+            return CHAIN
+        return "chain", lambda row: f"{row.chain} <sup>{self._numbers[self._what(row)]}</sup>"
 
     def note(self, rows: Iterable[Row]) -> str:
         """A sentence that names the runs of these rows."""
-        numbers = self.numbers(rows)
+        numbers = self._numbers_of(rows)
         return f" Run{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}."
 
     def listed(self) -> str:
-        return "\n".join(f"{index}. {versions}; {state}" for (state, versions), index in self._numbers.items())
-
-
-def run_of(row: Row) -> Run:
-    assert row.run is not None, "a row that was read has its run"
-    return row.run
+        return "\n".join(f"{index}. {what}" for what, index in self._numbers.items())
 
 
 def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, drawn: Iterable[str]) -> str:
@@ -94,207 +112,279 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
             f'<img alt="{what}" src="{folder}/{light}">\n</picture>'
         )
 
-    return [
-        f"## {results.device}",
-        "### Times",
-        picture("speedup", "How many times as fast as PyTorch each chain is"),
-        *_times(results, runs),
-        "### Errors",
-        picture("errors", "Error of each chain against float64, beside PyTorch's"),
-        *_errors(results, runs),
-        "### Added memory",
-        *_memory(results, runs),
-        "### Growth",
-        *(picture(f"growth_{mode}", f"Growth over batch and features, {mode}") for mode in MODES),
-        *_growth(results, runs),
-        "### Host time",
-        *_host_times(results, runs),
-        "### First call",
-        *_first_calls(results, runs),
-        "### Runs",
-        runs.listed() or NOT_MEASURED,
-    ]
+    sections = {
+        "Times": [
+            picture("speedup", "How many times as fast as PyTorch each chain is"),
+            *_tables(results.listed, runs, lambda _: TIMES, _TIMES),
+        ],
+        "Errors": [picture("errors", "Error of each chain against float64, beside PyTorch's"), *_errors(results, runs)],
+        "Added memory": _memory(results, runs),
+        "Growth": [
+            *(picture(f"growth_{mode}", f"Growth over batch and features, {mode}") for mode in MODES),
+            *_growth(results, runs),
+        ],
+        **{title: _loops(results, runs, *what) for title, what in _LOOPS.items()},
+        "First call": _table(
+            runs, results.first_call, _FIRST_CALL + runs.note(results.first_call), [SHAPE, *FIRST_CALL]
+        ),
+        "Runs": [runs.listed()],
+    }
+    parts = ([f"### {title}", *([part for part in body if part] or [NOT_MEASURED])] for title, body in sections.items())
+    return [f"## {results.device}", *(part for section in parts for part in section)]
 
 
-def _times(results: DeviceResults, runs: _Runs) -> list[str]:
-    """A table a product and shape."""
+def _tables(rows: Iterable[TimesRow], runs: _Runs, columns: Callable[[list], list[Column]], what: str) -> list[str]:
+    """A table a product and shape, each below its name."""
     parts = []
-    for (product, shape), rows in grouped(results.listed, lambda row: (row.product, row.shape)).items():
-        peers = known_peers(rows, (BARE, *PYTORCH))
-        names = ["chain", "dtype", "mode", "µs", *peers]
-        cells = [
-            [*names_of(row, mark), "red" if row.red else number(row.us), *(against(row.peer(peer)) for peer in peers)]
-            for row, mark in zip(rows, runs.marks(rows), strict=True)
-        ]
-        parts += [
-            f"{product}, {shape}: normfuse's µs, then for each peer the ratio and the peer's own µs.",
-            markdown_table(names, cells, left=(0, 1, 2)),
-        ]
-    return parts or [NOT_MEASURED]
+    for (product, shape), group in grouped(rows, by_shape).items():
+        parts.append(f"{product}, {shape}:{what}")
+        parts.append(markdown_table([runs.chain(group), DTYPE, MODE, *columns(group)], group))
+    return parts
 
 
 def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
-    """A table a product and shape, a column a tensor."""
+    """A column a tensor."""
+
+    def columns(rows: Iterable[TimesRow]) -> list[Column]:
+        return [_error(tensor) for tensor in dict.fromkeys(tensor for row in rows for tensor in row.errors)]
+
     found = [row for row in results.listed if row.errors]
-    parts = ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's."] if found else [NOT_MEASURED]
-    for (product, shape), rows in grouped(found, lambda row: (row.product, row.shape)).items():
-        tensors = list(dict.fromkeys(tensor for row in rows for tensor in row.errors))
-        cells = [
-            [*names_of(row, mark), *(pair(row.errors.get(tensor)) for tensor in tensors)]
-            for row, mark in zip(rows, runs.marks(rows), strict=True)
-        ]
-        names = ["chain", "dtype", "mode", *(f"`{tensor}`" for tensor in tensors)]
-        parts += [f"{product}, {shape}:", markdown_table(names, cells, left=(0, 1, 2))]
-    return parts
+    tables = _tables(found, runs, columns, "")
+    return ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's.", *tables] if found else []
+
+
+def _error(tensor: str) -> Column:
+    return f"`{tensor}`", lambda row: pair(row.errors[tensor]) if tensor in row.errors else None
+
+
+def _table(runs: _Runs, rows: Sequence[Row], what: str, columns: Iterable[Column]) -> list[str]:
+    return [what, markdown_table([runs.chain(rows), DTYPE, *columns], rows)] if rows else []
 
 
 def _memory(results: DeviceResults, runs: _Runs) -> list[str]:
     rows = [row for row in results.listed if row.peer(OURS).added_mb is not None]
-    if not rows:
-        return [NOT_MEASURED]
-    peers = known_peers(rows, (OURS, *PYTORCH))
-    names = ["chain", "dtype", "shape", *map(_title, peers)]
-    cells = [
-        [*names_of(row, mark)[:2], row.shape, *(number(row.peer(peer).added_mb, ".1f") for peer in peers)]
-        for row, mark in zip(rows, runs.marks(rows), strict=True)
-    ]
-    return [
-        "MB at the peak of a training step, beyond weights, gradients, input and output.",
-        markdown_table(names, cells, left=(0, 1, 2)),
-    ]
+    peers = (of_peer(peer, "added_mb", ".1f") for peer in (OURS, *PYTORCH))
+    what = "MB at the peak of a training step, beyond weights, gradients, input and output."
+    return _table(runs, rows, what, [SHAPE, *peers])
 
 
 def _growth(results: DeviceResults, runs: _Runs) -> list[str]:
     """A summary, then a table of batches by features for each chain, dtype and mode."""
     groups = grouped(results.grid, lambda row: (row.chain, row.layout, row.mode))
     if not groups:
-        return [NOT_MEASURED]
-    names = ["chain", "dtype", "mode", "sizes", "geometric mean", "worst", "at", "of which slower"]
+        return []
     parts = [
         "Batch x features, in_features = out_features: normfuse's time over that of the best of PyTorch. Means are "
         "geometric; bold: normfuse is slower." + runs.note(results.grid),
-        markdown_table(names, [_summary(rows) for rows in groups.values()], left=(0, 1, 2, 6)),
+        markdown_table(_SUMMARY, groups.values()),
     ]
     for (chain, layout, mode), rows in groups.items():
         parts += [f"{chain} {layout}, {mode}:", _grid(rows)]
     return parts
 
 
-def _summary(rows: list[TimesRow]) -> list[object]:
-    timed = [(closest[1], closest[0], row) for row in rows if (closest := row.closest())]
-    worst = max(timed, key=lambda each: each[0], default=None)
-    return [
-        *names_of(rows[0]),
-        f"{len(timed)} of {len(GRID)}",
-        _mean(ratio for ratio, _, _ in timed),
-        _ratio(worst and worst[0]),
-        f"{worst[2].shape} ({worst[1]})" if worst else "–",
-        sum(ratio > 1 for ratio, _, _ in timed),
-    ]
+def _ratios(rows: Iterable[TimesRow]) -> list[float]:
+    return [closest[1] for row in rows if (closest := row.closest())]
+
+
+def _worst(rows: Iterable[TimesRow]) -> str | None:
+    timed = [(closest[1], f"{row.shape} ({closest[0]})") for row in rows if (closest := row.closest())]
+    return max(timed, key=lambda each: each[0])[1] if timed else None
+
+
+#: Of a list of rows: the sizes of a chain, dtype and mode.
+_SUMMARY: list[Column] = [
+    *((name, lambda rows, read=read: read(rows[0])) for name, read in (CHAIN, DTYPE, MODE)),
+    ("sizes", lambda rows: f"{len(_ratios(rows))} of {len(GRID)}"),
+    ("geometric mean", lambda rows: _mean(_ratios(rows))),
+    ("worst", lambda rows: _ratio(max(_ratios(rows), default=None))),
+    ("at", _worst),
+    ("of which slower", lambda rows: sum(ratio > 1 for ratio in _ratios(rows))),
+]
 
 
 def _grid(rows: list[TimesRow]) -> str:
     """Batches down, features across, with the means of both."""
     by_shape = {row.shape: row for row in rows}
 
-    def found(batches: Iterable[int], sizes: Iterable[int]) -> list[float]:
+    def found(batches: Iterable[int], sizes: Iterable[int]) -> list[TimesRow]:
         shapes = [grid_shape(batch, size) for batch in batches for size in sizes]
-        return [closest[1] for shape in shapes if shape in by_shape and (closest := by_shape[shape].closest())]
+        return [by_shape[shape] for shape in shapes if shape in by_shape]
 
-    def entry(batch: int, size: int) -> str:
-        row = by_shape.get(grid_shape(batch, size))
-        closest = row.closest() if row else None
-        return "red" if row and row.red else _ratio(closest and closest[1])
+    def entry(batches: Sequence[int], sizes: Sequence[int]) -> str:
+        cells = found(batches, sizes)
+        is_red = len(batches) == len(sizes) == 1 and any(row.red for row in cells)
+        return "red" if is_red else _mean(_ratios(cells))
 
-    cells = [
-        [batch, *(entry(batch, size) for size in GRID_FEATURES), _mean(found([batch], GRID_FEATURES))]
-        for batch in GRID_BATCHES
-    ]
-    columns = (_mean(found(GRID_BATCHES, [size])) for size in GRID_FEATURES)
-    cells.append(["mean", *columns, _mean(found(GRID_BATCHES, GRID_FEATURES))])
-    return markdown_table(["batch", *GRID_FEATURES, "mean"], cells)
+    def across(sizes: Sequence[int]) -> Callable[[Sequence[int]], str]:
+        return lambda batches: entry(batches, sizes)
+
+    columns: list[Column] = [("batch", lambda batches: batches[0] if len(batches) == 1 else "mean")]
+    columns += [(size, across([size])) for size in GRID_FEATURES]
+    columns.append(("mean", across(GRID_FEATURES)))
+    return markdown_table(columns, [*([batch] for batch in GRID_BATCHES), GRID_BATCHES])
 
 
-def _host_times(results: DeviceResults, runs: _Runs) -> list[str]:
+def _loops(results: DeviceResults, runs: _Runs, field: str, what: str) -> list[str]:
     """At the target sizes, and at the grid's batch where the host's time counts."""
     at_batch = [row for row in results.grid if GRID[row.shape][0] == _HOST_BATCH]
-    rows = [row for row in (*at_batch, *results.listed) if row.peer(OURS).host_us is not None]
-    if not rows:
-        return [NOT_MEASURED]
-    peers = known_peers(rows, (OURS, BARE, *PYTORCH))
-    names = ["chain", "dtype", "mode", "shape", *map(_title, peers), "normfuse / eager"]
-    cells = [
-        [
-            *names_of(row, mark),
-            row.shape,
-            *(number(row.peer(peer).host_us) for peer in peers),
-            quotient(row.peer(OURS).host_us, row.peer("eager").host_us),
-        ]
-        for row, mark in zip(rows, runs.marks(rows), strict=True)
-    ]
-    return [
-        "Microseconds that the host needs to queue a call, whatever the device takes.",
-        markdown_table(names, cells, left=(0, 1, 2, 3)),
-    ]
+    rows = [row for row in (*at_batch, *results.listed) if getattr(row.peer(OURS), field) is not None]
 
+    def over_eager(row: TimesRow) -> str | None:
+        ours, eager = (getattr(row.peer(peer), field) for peer in (OURS, "eager"))
+        return f"{ours / eager:.2f}" if eager else None
 
-def _first_calls(results: DeviceResults, runs: _Runs) -> list[str]:
-    rows = results.first_call
-    if not rows:
-        return [NOT_MEASURED]
-    names = ["chain", "dtype", "shape", "import ops, s", "first forward call, s", "kernels compiled"]
-    names += ["of which not run", "later calls, µs"]
-    cells = [
-        [
-            *names_of(row, mark)[:2],
-            row.shape,
-            "failed" if row.failure else number(row.import_s, ".2f"),
-            number(row.first_call_s, ".2f"),
-            "–" if row.failure else len(row.kernels),
-            _kernels_not_run(row),
-            number(row.later_call_us),
-        ]
-        for row, mark in zip(rows, runs.marks(rows), strict=True)
-    ]
-    return [
-        "A fresh process with an empty Triton cache, at PyTorch's default float32 precision: the import of `ops` after "
-        "torch's, the first forward call until the device is done, and the median of later ones." + runs.note(rows),
-        markdown_table(names, cells, left=(0, 1, 2)),
-    ]
-
-
-def _kernels_not_run(row: FirstCallRow) -> str:
-    names = row.kernels_not_run
-    return "–" if names is None else ", ".join(f"`{name}`" for name in names) or "none"
-
-
-def names_of(row: Row, mark: str = "") -> list[str]:
-    """Chain, dtype (with precision and memory format) and mode."""
-    return [row.chain + mark, row.layout, row.mode]
-
-
-def known_peers(rows: Iterable[TimesRow], names: Sequence[str]) -> list[str]:
-    """Those of these names of which something is known."""
-    known = {name for row in rows for name in row.peers}
-    return [name for name in names if name in known]
-
-
-def _title(peer: str) -> str:
-    return "normfuse" if peer == OURS else peer
+    peers = (of_peer(peer, field) for peer in (OURS, BARE, *PYTORCH))
+    return _table(runs, rows, what, [MODE, SHAPE, *peers, ("normfuse / eager", over_eager)])
 
 
 def _ratio(ratio: float | None) -> str:
     return "–" if ratio is None else f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
 
 
-def _mean(ratios: Iterable[float]) -> str:
-    ratios = list(ratios)
+def _mean(ratios: list[float]) -> str:
     return _ratio(statistics.geometric_mean(ratios) if ratios else None)
 
 
-def grouped(rows: Iterable, group: Callable) -> dict:
-    """Lists of rows by what this says of them, in the order in which they come."""
-    groups: dict = {}
-    for row in rows:
-        groups.setdefault(group(row), []).append(row)
-    return groups
+# Tables within other pages
+
+#: Rows of the table ``times``, by chain's product: what ``Row.layout`` says.
+_MAIN = {
+    "GEMM": ("bfloat16", "float32 highest"),
+    "convolution": ("bfloat16 contiguous", "bfloat16 channels_last"),
+}
+
+
+def _of_mode(mode: str, column: Column) -> Column:
+    """A column of the row of this mode, of rows by mode; None where there is none."""
+    name, read = column
+    return name, lambda by_mode: read(by_mode[mode]) if mode in by_mode else None
+
+
+def _any(column: Column) -> Column:
+    """What all of the rows by mode have in common."""
+    name, read = column
+    return name, lambda by_mode: read(next(iter(by_mode.values())))
+
+
+def _compiled(row: TimesRow) -> str:
+    return number(min((us for peer in COMPILERS if (us := row.peer(peer).us) is not None), default=None))
+
+
+def _times_columns(mode: str) -> list[Column]:
+    columns: list[Column] = [
+        (f"{mode}, µs: normfuse", lambda row: f"**{number(row.us)}**"),
+        ("compile", _compiled),
+        ("eager", lambda row: number(row.peer("eager").us)),
+    ]
+    return [_of_mode(mode, column) for column in columns]
+
+
+def _by_mode(rows: Iterable[Row], group: Callable) -> list[dict[str, Any]]:
+    """The rows of each group by mode."""
+    return [{row.mode: row for row in rows} for rows in grouped(rows, group).values()]
+
+
+def _main_table(results: DeviceResults) -> str:
+    """One line a chain and dtype, with both modes."""
+    places = [(product, layout) for product, layouts in _MAIN.items() for layout in layouts]
+    sound = [row for row in results.target if not row.red and row.mode in MODES and (row.product, row.layout) in places]
+    sound.sort(key=lambda row: places.index((row.product, row.layout)))
+    cells = [rows for rows in _by_mode(sound, lambda row: (row.chain, row.layout)) if len(rows) == len(MODES)]
+    used = [row for rows in cells for row in rows.values()]
+    columns = [_any(CHAIN), _any(DTYPE), *(column for mode in MODES for column in _times_columns(mode))]
+    columns.append(_of_mode(MODES[0], ("error: normfuse / PyTorch", lambda row: pair(row.errors.get("output")))))
+    shapes = chains_by_shape(used).items()
+    sizes = "; ".join(f"{chains}: {FORMS[product]} = {shape}" for (product, shape), chains in shapes)
+    note = (
+        f"{results.setup(used)}. Device time in {_rounds(used)} interleaved rounds; training is a forward and a "
+        f"backward pass. {sizes}. `compile`: `torch.compile` in the fastest of the modes measured. Error of the "
+        "output: `norm(result - float64) / norm(float64)`."
+    )
+    return f"{markdown_table(columns, cells)}\n\n{note}" if cells else ""
+
+
+def _error_table(results: DeviceResults) -> str:
+    """One line a product and setting, over all sizes; an exact result is left out, and so is one that PyTorch has."""
+    compared = [
+        (row, ours / torch, f"`{tensor}`: {pair((ours, torch))}")
+        for row in results.times
+        for tensor, (ours, torch) in row.errors.items()
+        if ours and torch
+    ]
+    columns: list[Column] = [
+        ("product", lambda group: group[0][0].product),
+        ("setting", lambda group: group[0][0].setting),
+        ("tensors", len),
+        ("mean", lambda group: f"{statistics.geometric_mean(map(itemgetter(1), group)):.2f}"),
+        ("largest", lambda group: f"{max(map(itemgetter(1), group)):.2f}"),
+        ("of", _largest),
+    ]
+    groups = grouped(compared, lambda each: (each[0].product, each[0].setting)).values()
+    return f"{markdown_table(columns, groups)}\n\n{results.setup(row for row, *_ in compared)}." if compared else ""
+
+
+def _largest(group: Iterable[tuple[TimesRow, float, str]]) -> str:
+    row, _, what = max(group, key=itemgetter(1))
+    return " ".join(filter(None, (row.chain, row.shape, row.memory_format))) + f", {what}"
+
+
+def _rows_table(results: DeviceResults, rows: Sequence[Row], columns: Iterable[Column]) -> str:
+    table = markdown_table([CHAIN, DTYPE, MODE, *columns], rows)
+    return f"{table}\n\n{_times_setup(results, rows)}" if rows else ""
+
+
+def _wall_ratios(by_mode: Mapping[str, CommitsRow]) -> str:
+    return ", ".join(number(by_mode[mode].wall_ratio, ".2f") if mode in by_mode else "–" for mode in MODES)
+
+
+def _commits_table(results: DeviceResults) -> str:
+    rows = results.commits
+    if not rows:
+        return ""
+    columns = [_any(column) for column in (CHAIN, DTYPE, SHAPE)]
+    for mode in MODES:
+        columns.append(_of_mode(mode, field(f"{mode}, µs", "after_us")))
+        columns.append(_of_mode(mode, field("over before", "device_ratio", ".3f")))
+    columns.append(("wall clock over before: forward, training", _wall_ratios))
+    table = markdown_table(columns, _by_mode(rows, lambda row: (row.chain, row.layout, row.shape)))
+    before = ", ".join(dict.fromkeys(row.before[:10] for row in rows))
+    return f"{table}\n\n{_times_setup(results, rows)} Before: commit {before}."
+
+
+def _times_setup(results: DeviceResults, rows: Sequence[Any]) -> str:
+    """The same, with the rounds and the commits."""
+    states = dict.fromkeys(run_of(row).state for row in sorted(rows, key=lambda row: run_of(row).date))
+    return f"{results.setup(rows)}. {_rounds(rows)} interleaved rounds; {'; '.join(states)}."
+
+
+def _rounds(rows: Iterable[Any]) -> str:
+    return " or ".join(map(str, sorted({row.rounds for row in rows if row.rounds})))
+
+
+#: What a page asks for between ``<!-- table: NAME -->`` and ``<!-- /table -->``.
+TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
+    "times": _main_table,
+    "errors": _error_table,
+    "captured": lambda results: _rows_table(results, results.captured, CAPTURED),
+    "tensor_parallel": lambda results: _rows_table(results, results.tensor_parallel, TENSOR_PARALLEL),
+    "commits": _commits_table,
+}
+_OPENING, _CLOSING = "<!-- table: {} -->", "<!-- /table -->"
+#: A table's name, and its end. That is empty where the next table, or the page's end, comes first.
+_PLACE = re.compile(r"<!-- table: ([^>]*) -->.*?(<!-- /table -->|(?=<!-- table:)|\Z)", re.DOTALL)
+
+
+def fill_tables(text: str, devices: Sequence[DeviceResults], page: Path) -> str:
+    """The page with each table of these results in its place; BadResult for a table that there is not."""
+
+    def filled(place: re.Match) -> str:
+        name = place[1]
+        if name not in TABLES:
+            raise BadResult(f"{page}: no table is called {name!r}; there are {', '.join(TABLES)}")
+        if not place[2]:
+            raise BadResult(f"{page}: no {_CLOSING} behind {_OPENING.format(name)}")
+        tables = [table for results in devices if (table := TABLES[name](results))]
+        return "\n\n".join([_OPENING.format(name), *(tables or [NOT_MEASURED]), _CLOSING])
+
+    return _PLACE.sub(filled, text)

@@ -4,15 +4,16 @@ import hashlib
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.results import DeviceResults
-from bench.schema import COMPILERS, MODES, Row, TimesRow
+from bench.columns import number
+from bench.results import DeviceResults, chains_by_shape
+from bench.schema import COMPILERS, MODES, TimesRow
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
-from bench.text import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,18 +24,8 @@ _CHAINS = ("L94", "L75", "L30", "L19")
 _MODE_TITLES = {"forward": "Forward", "training": "Training step"}
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of the page and of what is drawn. Colour-blind readers can tell them apart."""
-
-    page: str
-    text: str
-    faint: str
-    ours: str
-    second: str
-    slower: str
-
-
+#: Colours of the page and of what is drawn. Colour-blind readers can tell them apart.
+Theme = namedtuple("Theme", "page text faint ours second slower")
 THEMES = {
     "light": Theme("#ffffff", "#1f2328", "#d0d7de", "#0072b2", "#8c959f", "#d55e00"),
     "dark": Theme("#0d1117", "#e6edf3", "#3d444d", "#4da3e0", "#9198a1", "#f0883e"),
@@ -92,39 +83,29 @@ def _contiguous(rows: Iterable[TimesRow]) -> list[TimesRow]:
 def _speedup(results: DeviceResults) -> Picture | None:
     rows = [row for row in _contiguous(results.target) if row.dtype == "bfloat16" and row.us]
     values = tuple(
-        (row.mode, row.chain, _rounded(_over(row, COMPILERS)), _rounded(_over(row, ("eager",))))
-        for row in rows
-        if row.chain in _CHAINS
+        (row.mode, row.chain, _over(row, COMPILERS), _over(row, ("eager",))) for row in rows if row.chain in _CHAINS
     )
     compiled = [over for *_, over, _ in values if over is not None]
     eager = [over for *_, over in values if over is not None]
     if not compiled or not eager:
         return None
     title = f"{_span(compiled)} times as fast as torch.compile, {_span(eager)} times as fast as eager PyTorch"
-    shapes = "; ".join(f"{_named(rows, shape)} at {shape}" for shape in dict.fromkeys(row.shape for row in rows))
+    shapes = "; ".join(f"{chains} at {shape}" for (_, shape), chains in chains_by_shape(rows).items())
     return Picture(title, f"bfloat16, {shapes}\n{results.setup(rows)}", values, _draw_speedup)
-
-
-def _named(rows: Iterable[Row], shape: str) -> str:
-    return ", ".join(dict.fromkeys(row.chain for row in rows if row.shape == shape))
 
 
 def _over(row: TimesRow, peers: tuple[str, ...]) -> float | None:
     closest = row.closest(peers)
-    return None if closest is None else 1 / closest[1]
+    return None if closest is None else round(1 / closest[1], 3)
 
 
 def _span(values: list[float]) -> str:
     return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
 def _draw_speedup(picture: Picture, theme: Theme):
-    figure, panels = _figure(1, 2, 3.5, sharex=True, sharey=True)
     chains = [chain for chain in _CHAINS if any(value[1] == chain for value in picture.values)]
+    figure, panels = _labelled_panels(chains, 3.5)
     series = ((2, "over torch.compile", theme.ours), (3, "over eager PyTorch", theme.second))
     for panel, (mode, title) in zip(panels[0], _MODE_TITLES.items(), strict=True):
         for index, (place, label, colour) in enumerate(series):
@@ -133,13 +114,10 @@ def _draw_speedup(picture: Picture, theme: Theme):
             drawn = panel.barh([at for at, _ in bars], [value for _, value in bars], 0.36, color=colour, label=label)
             panel.bar_label(drawn, fmt="%.2f×", padding=3)
         panel.axvline(1.0, color=theme.text, linewidth=1)
-        panel.set_title(title)
-        panel.set_yticks(range(len(chains)), chains)
+        panel.set(title=title, xlabel="times as fast (1: as fast as PyTorch)")
         panel.tick_params(length=0)
-        panel.set_xlim(0, 1.18 * max(value for row in picture.values for value in row[2:] if value is not None))
-        panel.set_xlabel("times as fast (1: as fast as PyTorch)")
-        panel.spines[["top", "right", "left"]].set_visible(False)
-    panels[0, 0].invert_yaxis()
+    most = max(value for row in picture.values for value in row[2:] if value is not None)
+    panels[0, 0].set(xlim=(0, 1.18 * most))
     panels[0, 0].legend(loc="upper right", frameon=False)
     return figure
 
@@ -169,7 +147,7 @@ def _errors(results: DeviceResults) -> Picture | None:
 
 def _draw_errors(picture: Picture, theme: Theme):
     labels = list(dict.fromkeys(value[1] for value in picture.values))
-    figure, panels = _figure(1, 2, 1.9 + 0.24 * len(labels), sharex=True, sharey=True)
+    figure, panels = _labelled_panels(labels, 1.9 + 0.24 * len(labels))
     titles = {"forward": "Forward: output", "training": "Training step: tensor of the largest ratio"}
     for panel, (mode, title) in zip(panels[0], titles.items(), strict=True):
         found = [value for value in picture.values if value[0] == mode]
@@ -182,16 +160,11 @@ def _draw_errors(picture: Picture, theme: Theme):
             for place, value in zip(places, found, strict=True):
                 at = (max(value[3:]), place)
                 panel.annotate(value[2], at, (7, 0), textcoords="offset points", va="center", fontsize=8)
-        panel.set_title(title)
-        panel.set_xscale("log")
-        panel.set_yticks(range(len(labels)), labels)
+        panel.set(title=title, xscale="log", axisbelow=True)
         panel.tick_params(axis="y", length=0)
         panel.grid(axis="x", color=theme.faint, linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-    panels[0, 0].invert_yaxis()
     errors = [error for value in picture.values for error in value[3:]]
-    panels[0, 0].set_xlim(min(errors) / 3, max(errors) * 60)  # room for the tensors' names
+    panels[0, 0].set(xlim=(min(errors) / 3, max(errors) * 60))  # room for the tensors' names
     panels[0, 0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
     return figure
 
@@ -215,7 +188,7 @@ def _draw_growth(picture: Picture, theme: Theme):
     from matplotlib.colors import LinearSegmentedColormap
 
     settings, chains = (list(dict.fromkeys(value[place] for value in picture.values)) for place in (0, 1))
-    figure, panels = _figure(len(settings), len(chains), 0.9 + 2.3 * len(settings), sharex=True, sharey=True)
+    figure, panels = _figure(len(settings), len(chains), 0.9 + 2.3 * len(settings))
     colours = LinearSegmentedColormap.from_list("ratio", [theme.ours, theme.page, theme.slower])
     for setting, row in zip(settings, panels, strict=True):
         for chain, panel in zip(chains, row, strict=True):
@@ -228,21 +201,30 @@ def _draw_growth(picture: Picture, theme: Theme):
                 at = GRID_FEATURES.index(size), GRID_BATCHES.index(batch)
                 colour = theme.text if abs(math.log2(ratio)) < 1.3 else theme.page  # for contrast
                 panel.text(*at, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour)
-            panel.set_title(f"{chain} {setting}")
+            panel.set(title=f"{chain} {setting}", xlabel="features", ylabel="batch")
             panel.set_xticks(range(len(GRID_FEATURES)), [f"{size // 1024}k" for size in GRID_FEATURES])
             panel.set_yticks(range(len(GRID_BATCHES)), GRID_BATCHES)
             panel.tick_params(length=0)
             panel.spines[:].set_visible(False)
-        row[0].set_ylabel("batch")
-    for panel in panels[-1]:
-        panel.set_xlabel("features")
+            panel.label_outer()
     return figure
 
 
-def _figure(rows: int, columns: int, height: float, **options):
+def _labelled_panels(labels: Sequence[str], height: float):
+    """A panel a mode, with these labels from the top."""
+    figure, panels = _figure(1, len(MODES), height)
+    panels[0, 0].set_yticks(range(len(labels)), labels)
+    panels[0, 0].invert_yaxis()
+    for panel in panels[0]:
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    return figure, panels
+
+
+def _figure(rows: int, columns: int, height: float):
     from matplotlib import pyplot
 
-    return pyplot.subplots(rows, columns, figsize=(_WIDTH, height), squeeze=False, layout="constrained", **options)
+    options: dict[str, Any] = {"squeeze": False, "sharex": True, "sharey": True, "layout": "constrained"}
+    return pyplot.subplots(rows, columns, figsize=(_WIDTH, height), **options)
 
 
 def _png(picture: Picture, theme: Theme) -> bytes:

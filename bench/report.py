@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune_configs.command_line import Parser
-from autotune_configs.files import replace_file
 from bench import pictures
-from bench.markdown import write_page
-from bench.page_tables import fill_tables
-from bench.results import BadResult, DeviceResults, read_all
+from bench.markdown import fill_tables, write_page
+from bench.results import BadResult, DeviceResults, read_all, replace
 from bench.schema import ROWS
 
 _ROOT = Path(__file__).parents[1]
@@ -21,7 +19,6 @@ _RESULTS = _ROOT / "bench" / "results"
 
 
 def main(arguments: list[str], prog: str) -> int:
-    """Write the page, the pictures and the tables in other pages; returns the exit status."""
     parser = Parser(
         prog=prog,
         description="Turn results into a page of tables, benchmarks.md, and into pictures. In the repository, without "
@@ -49,49 +46,33 @@ def main(arguments: list[str], prog: str) -> int:
     if options.csv:
         return _write({options.csv: flat_table(devices).encode()})
     page = _ROOT / "docs" / "benchmarks.md" if in_repository else options.page or Path("benchmarks.md")
-    others = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))] if in_repository else []
-    texts = texts_of(devices, page, [other for other in others if other != page])
-    if options.check:
-        return _check(devices, page, texts)
-    return _write({path: text.encode() for path, text in texts.items()} | drawn(devices, page))
-
-
-def texts_of(devices: Sequence[DeviceResults], page: Path, others: Sequence[Path]) -> dict[Path, str]:
-    """The page, and the other pages with their tables filled."""
+    others = {_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")} - {page} if in_repository else set()
+    folder = page.parent / "pictures"
     names = [name for device in devices for name in pictures.files_of(device)]
-    texts = {page: write_page(devices, picture_folder(page), page, names)}
-    return texts | {other: fill_tables(other.read_text(encoding="utf-8"), devices, other) for other in others}
+    texts = {page: write_page(devices, folder, page, names).encode()}
+    for other in sorted(others):
+        texts[other] = fill_tables(other.read_text(encoding="utf-8"), devices, other).encode()
+    if not options.check:
+        return _write(texts | _drawn(devices, folder))
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_bytes() != text]
+    stale += [path for device in devices for path in pictures.not_current(device, folder)]
+    for path in stale:
+        print(f"{os.path.relpath(path)} is not current: run the report")
+    return int(bool(stale))
 
 
-def picture_folder(page: Path) -> Path:
-    return page.parent / "pictures"
-
-
-def drawn(devices: Sequence[DeviceResults], page: Path) -> dict[Path, bytes]:
-    folder = picture_folder(page)
+def _drawn(devices: Sequence[DeviceResults], folder: Path) -> dict[Path, bytes]:
     try:
         return {folder / name: content for each in devices for name, content in pictures.draw_all(each).items()}
     except ModuleNotFoundError as error:
         raise BadResult(f'drawing needs {error.name}: pip install "normfuse[bench]"') from None
 
 
-def _check(devices: Sequence[DeviceResults], page: Path, texts: dict[Path, str]) -> int:
-    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    stale += [path for device in devices for path in pictures.not_current(device, picture_folder(page))]
-    for path in stale:
-        print(f"{os.path.relpath(path)} is not current: run the report")
-    return int(bool(stale))
-
-
 def _write(files: dict[Path, bytes]) -> int:
     """All is made before anything is written. What is current is left alone."""
     for path, content in files.items():
-        try:
-            if not path.is_file() or path.read_bytes() != content:
-                replace_file(path, content)
-                print(f"wrote {os.path.relpath(path)}")
-        except OSError as error:
-            raise BadResult(f"cannot write {path}: {error.strerror}") from None
+        if replace(path, content):
+            print(f"wrote {os.path.relpath(path)}")
     return 0
 
 

@@ -7,14 +7,26 @@ below it were measured.
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autotune_configs.command_line import Parser
 from autotune_configs.files import replace_file
-from bench.schema import ROWS, SCHEMA, CapturedRow, CommitsRow, FirstCallRow, Header, Row, TensorParallelRow, TimesRow
+from bench.schema import (
+    ROWS,
+    SCHEMA,
+    CapturedRow,
+    CommitsRow,
+    FirstCallRow,
+    Header,
+    Row,
+    Run,
+    TensorParallelRow,
+    TimesRow,
+)
 from bench.sizes import GRID, TARGET
 
 #: Significant digits of every number that is written.
@@ -148,7 +160,22 @@ def merge(paths: Iterable[Path], into: Path) -> None:
     first = next(iter(headers))
     for path in headers:
         require_same(first, headers[first], path, headers[path])
-    replace(into, headers[first], entries)
+    replace(into, lines_of(headers[first], entries))
+
+
+def main(arguments: list[str], prog: str) -> int:
+    """``python -m bench merge``: write the file; returns the exit status."""
+    parser = Parser(
+        prog=prog,
+        description="Put the rows of several results files, of one experiment on one device, into one file, with those "
+        "that it already has. Of each cell the newest run is kept.",
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what --output wrote")
+    parser.add_argument("--into", type=Path, metavar="FILE", required=True, help="the file to write")
+    options = parser.parse_args(arguments)
+    merge(options.files, options.into)
+    print(f"wrote {options.into}")
+    return 0
 
 
 def require_same(source: object, header: Header, other_source: object, other: Header) -> None:
@@ -158,12 +185,37 @@ def require_same(source: object, header: Header, other_source: object, other: He
         raise BadResult(f"{source} holds {one}, and {other_source} {two}: they cannot be in one file")
 
 
-def replace(path: Path, header: Header, entries: Iterable[Entry]) -> None:
-    """Write the file; BadResult where that cannot be done."""
+def replace(path: Path, content: bytes) -> bool:
+    """Write the file, unless it is current; BadResult where that cannot be done."""
     try:
-        replace_file(path, lines_of(header, entries))
+        if path.is_file() and path.read_bytes() == content:
+            return False
+        replace_file(path, content)
     except OSError as error:
         raise BadResult(f"cannot write {path}: {error.strerror}") from None
+    return True
+
+
+def run_of(row: Row) -> Run:
+    assert row.run is not None, "a row that was read has its run"
+    return row.run
+
+
+def grouped(rows: Iterable, group: Callable) -> dict:
+    """Lists of rows by what this says of them, in the order in which they come."""
+    groups: dict = {}
+    for row in rows:
+        groups.setdefault(group(row), []).append(row)
+    return groups
+
+
+def by_shape(row: Row) -> tuple[str, str]:
+    return row.product, row.shape
+
+
+def chains_by_shape(rows: Iterable[Row]) -> dict[tuple[str, str], str]:
+    """By product and shape, the names of the chains."""
+    return {at: ", ".join(dict.fromkeys(row.chain for row in group)) for at, group in grouped(rows, by_shape).items()}
 
 
 @dataclass
@@ -184,11 +236,10 @@ class DeviceResults:
 
     def setup(self, rows: Iterable[Row]) -> str:
         """The device, and the versions that these of its rows were measured with."""
-        return ", ".join([self.device, *dict.fromkeys(row.run.versions for row in rows if row.run)])
+        return ", ".join([self.device, *dict.fromkeys(run_of(row).versions for row in rows)])
 
     @property
     def target(self) -> list[TimesRow]:
-        """At the target sizes."""
         return [row for row in self.times if row.shape == TARGET.get(row.product)]
 
     @property

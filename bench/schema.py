@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar, Literal
 
+from bench.sizes import sizes_of
+
 #: The version of this format, which every file names in its header.
 SCHEMA = 1
 OURS, BARE = "ours", "bare"
@@ -15,12 +17,16 @@ COMPILERS = ("compile", "compile-max")
 #: The whole chain as PyTorch has it.
 PYTORCH = ("eager", *COMPILERS)
 MODES = ("forward", "training")
+#: With the forward pass of a training step, which keeps what the backward pass needs.
+ALL_MODES = (*MODES, "forward_grad")
+#: How a chain is called; the others are compared with the first.
+CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
 
 #: By tensor, ours and PyTorch's; None for NaN or infinity.
 Errors = dict[str, tuple[float | None, float | None]]
 
 _ORDER = ("L94", "L75", "L30", "L19", "bfloat16", "float16", "float32", "highest", "high", "medium")
-_ORDER += ("contiguous", "channels_last", *MODES)
+_ORDER += ("contiguous", "channels_last", *ALL_MODES)
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,20 @@ class Row:
     dtype: str
     precision: str | None = None
     memory_format: str | None = None
-    mode: Literal["forward", "training"]
+    mode: Literal["forward", "training", "forward_grad"]
+    #: Whether a result was wrong. Nothing is timed then.
+    red: bool = False
     #: With what it was measured. In a file this is a line of its own, above the rows of the run.
     run: Run | None = None
 
     def __post_init__(self):
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", self.shape, re.ASCII):
             raise ValueError(f"the shape {self.shape[:40]!r} is no list of positive integers, as in 8x64x64")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a result was wrong, or there was none."""
+        return self.red
 
     def __str__(self) -> str:
         parts = (self.chain, self.dtype, self.precision, self.mode, self.shape, self.memory_format)
@@ -98,27 +111,39 @@ class Row:
     def order(self) -> tuple:
         """Sorts rows as tables list them: known names in their usual order, shapes by their numbers."""
         names = (self.dtype, self.precision, self.chain, self.memory_format, self.mode)
-        places = [_ORDER.index(name) if name in _ORDER else len(_ORDER) for name in names]
-        return (
-            self.product != "GEMM",
-            tuple(map(int, self.shape.split("x"))),
-            *places,
-            *(name or "" for name in names),
-        )
+        places = ((_ORDER.index(name) if name in _ORDER else len(_ORDER), name or "") for name in names)
+        return self.product != "GEMM", sizes_of(self.shape), *places
 
 
-@dataclass(frozen=True)
-class PeerTimes:
-    """The times of one peer, in microseconds."""
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What one kind of call takes, in microseconds."""
 
+    #: Of the device.
     us: float | None = None
-    #: Our time over the peer's: the median of the rounds' ratios.
-    ours_over: float | None = None
     #: What the host needs to queue a call.
     host_us: float | None = None
+    #: The wall clock of whole calls in a loop: what a person sees.
+    wall_us: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerTimes(Times):
+    """The times of one peer."""
+
+    #: Our time over the peer's: the median of the rounds' ratios.
+    ours_over: float | None = None
     #: At the peak of a training step, beyond weights, gradients, input and output.
     added_mb: float | None = None
-    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTimes(Times):
+    """The times of one way to call a chain."""
+
+    #: Its time over the eager call's: the median of the rounds' ratios.
+    over_eager: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +153,6 @@ class TimesRow(Row):
     errors: Errors = field(default_factory=dict)
     #: The share of the output's gradient that is away from jumps.
     away_from_jumps: float | None = None
-    #: Whether the check failed. Nothing is timed then.
-    red: bool = False
     rounds: int | None = None
     peers: dict[str, PeerTimes] = field(default_factory=dict)
 
@@ -147,23 +170,20 @@ class TimesRow(Row):
         return max(ratios.items(), key=lambda item: item[1], default=None)
 
 
-@dataclass(frozen=True)
-class CallTimes:
-    """The times of one way to call a chain, in microseconds."""
-
-    us: float | None = None
-    #: Its time over the eager call's: the median of the rounds' ratios.
-    over_eager: float | None = None
-    host_us: float | None = None
-    failure: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class CapturedRow(Row):
     """A row of ``python -m bench captured``: each way to call a chain."""
 
     rounds: int | None = None
     calls: dict[str, CallTimes] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return any(call.failure for call in self.calls.values())
+
+    def call(self, name: str) -> CallTimes:
+        """Empty where there was no such call."""
+        return self.calls.get(name, CallTimes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +197,10 @@ class FirstCallRow(Row):
     kernels_not_run: list[str] | None = None
     later_call_us: float | None = None
     failure: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None
 
 
 @dataclass(frozen=True)
@@ -195,7 +219,6 @@ class TensorParallelRow(Row):
 
     divided: str
     gpus: int
-    red: bool = False
     #: The worst tensor's, of all ranks.
     error_tensor: str | None = None
     error_ours: float | None = None

@@ -1,5 +1,10 @@
-"""The sizes that are measured by default, as numbers alone."""
+"""The sizes that are measured by default, as text: the report needs neither torch nor the kernels."""
 
+#: What a shape's sizes are, by what the chain begins with.
+FORMS = {
+    "GEMM": "batch x in_features x out_features",
+    "convolution": "batch x in_channels x out_channels x height x width x kernel",
+}
 #: Shapes by what the chain begins with: on a GPU, and in Triton's interpreter.
 TARGET = {"GEMM": "1024x8192x8192", "convolution": "128x64x64x256x256x3"}
 SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3"}
@@ -17,3 +22,7 @@ def grid_shape(batch: int, features: int) -> str:
 
 #: Cells of the grid by shape: (batch, features).
 GRID = {grid_shape(batch, features): (batch, features) for batch in GRID_BATCHES for features in GRID_FEATURES}
+
+
+def sizes_of(shape: str) -> tuple[int, ...]:
+    return tuple(map(int, shape.split("x")))

@@ -6,57 +6,62 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bench.chain import Call
+from bench.chains import Call
 
-WARM_UP_CALLS = 3
+_WARM_UP_CALLS = 3
 #: More than any L2 cache holds. Writing it evicts the inputs.
-FLUSH_BYTES = 256 * 1024 * 1024
+_FLUSH_BYTES = 256 * 1024 * 1024
 #: Cycles that the device waits at first, some milliseconds. The host queues the call meanwhile.
 _FIRST_WAIT = 5_000_000
 #: The longest wait, in cycles. A call that takes longer to queue synchronises with the device, and is timed with gaps.
-_LONGEST_WAIT = 80_000_000
-#: Calls that the host queues in a row while its time is taken. The launch queue holds 1024 kernels, and the host waits
-#: for the device when it is full. These calls fill half of it, at a hundred kernels a call.
-BURST_CALLS = 5
-#: Bursts of every peer: at most, at least, and the seconds after which no more are begun.
-_BURSTS, _FEWEST_BURSTS, _BURSTS_SECONDS = 20, 3, 2.0
+LONGEST_WAIT = 80_000_000
+#: Whole calls in a loop, and how many of them show the host's time. The launch queue holds 1024 kernels, and the host
+#: waits for the device when it is full. The first calls fill half of it, at a hundred kernels a call.
+LOOP_CALLS, QUEUED_CALLS = 20, 5
+#: Loops of every peer: at most, at least, and the seconds after which no more are begun.
+_LOOPS, _FEWEST_LOOPS, _LOOPS_SECONDS = 20, 3, 2.0
+
+#: Microseconds by peer, of every round or loop.
+Times = dict[str, list[float]]
 
 
-class _DeviceClock:
+class DeviceClock:
     """Times one call on the device alone. It is queued while the device waits, and starts with a cold L2 cache."""
 
-    def __init__(self, device: torch.device):
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, wait: int = _FIRST_WAIT, ready: Callable[[], object] = lambda: None):
+        """``wait`` in cycles at first; ``ready`` is queued ahead of the call."""
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._first_wait, self._ready = wait, ready
         self._waits: dict[Call, int] = {}
 
     def microseconds(self, call: Call) -> float:
         while True:
-            wait = self._waits.setdefault(call, _FIRST_WAIT)
+            wait = self._waits.setdefault(call, self._first_wait)
             torch.cuda._sleep(wait)
             self._flush.zero_()
+            self._ready()
             self._start.record()
             call()
             self._end.record()
             was_queued_in_time = not self._start.query()
             torch.cuda.synchronize()
-            if was_queued_in_time or wait >= _LONGEST_WAIT:
+            if was_queued_in_time or wait >= LONGEST_WAIT:
                 return self._start.elapsed_time(self._end) * 1e3
             self._waits[call] = 2 * wait
 
 
 def warm_up(call: Call) -> None:
     """Compile, tune and allocate ahead of the first timed call."""
-    for _ in range(WARM_UP_CALLS):
+    for _ in range(_WARM_UP_CALLS):
         call()
     torch.cuda.synchronize()
 
 
-def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Microseconds of every call in every round. Each round starts with another call: none has a fixed place."""
-    clock = _DeviceClock(device)
+def time_rounds(calls: Mapping[str, Call], rounds: int, clock: DeviceClock) -> Times:
+    """Of every call in every round, on the device. Each round starts with another call: none has a fixed place."""
     peers = list(calls)
-    times: dict[str, list[float]] = {peer: [] for peer in peers}
+    times: Times = {peer: [] for peer in peers}
     for number in range(rounds):
         first = number % len(peers)
         for peer in peers[first:] + peers[:first]:
@@ -64,27 +69,43 @@ def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device) ->
     return times
 
 
-def time_host(
-    calls: Mapping[str, Call], synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
-    """Microseconds that the host needs to queue one call, by peer: the median over bursts of calls.
+def time_loops(
+    calls: Mapping[str, Call],
+    synchronize: Callable[[], object],
+    seconds: float = _LOOPS_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Times, Times]:
+    """Of one call in every loop: what the host needs to queue it, and the wall clock of all.
 
-    The device is idle when a burst begins, and the host does not wait for it within a burst, so the device's own time
-    does not count. ``clock`` tells the time in seconds.
+    The device is idle when a loop begins, and the host does not wait for it within the first calls, so the device's own
+    time does not count there. The wall clock stops when the device has done all calls. ``clock`` tells the time in
+    seconds. After ``seconds`` no more loops are begun than are needed.
     """
-    bursts: dict[str, list[float]] = {peer: [] for peer in calls}
+    host: Times = {peer: [] for peer in calls}
+    wall: Times = {peer: [] for peer in calls}
     begin = clock()
-    for number in range(_BURSTS):
-        if number >= _FEWEST_BURSTS and clock() - begin > _BURSTS_SECONDS:
+    for number in range(_LOOPS):
+        if number >= _FEWEST_LOOPS and clock() - begin > seconds:
             break
         for peer, call in calls.items():
             synchronize()
             start = clock()
-            for _ in range(BURST_CALLS):
+            for _ in range(QUEUED_CALLS):
                 call()
-            bursts[peer].append((clock() - start) / BURST_CALLS * 1e6)
-    synchronize()
-    return {peer: statistics.median(times) for peer, times in bursts.items()}
+            host[peer].append((clock() - start) / QUEUED_CALLS * 1e6)
+            for _ in range(LOOP_CALLS - QUEUED_CALLS):
+                call()
+            synchronize()
+            wall[peer].append((clock() - start) / LOOP_CALLS * 1e6)
+    return host, wall
+
+
+def time_calls(calls: Mapping[str, Call], rounds: int, device: torch.device) -> tuple[Times, dict[str, dict]]:
+    """The times of all rounds, and each call's medians: of the device, of the host and of the wall clock."""
+    in_rounds = time_rounds(calls, rounds, DeviceClock(device))
+    host, wall = time_loops(calls, torch.cuda.synchronize)
+    kinds = {"us": in_rounds, "host_us": host, "wall_us": wall}
+    return in_rounds, {name: {kind: statistics.median(kinds[kind][name]) for kind in kinds} for name in calls}
 
 
 def median_ratio(times: Mapping[str, Sequence[float]], one: str, other: str) -> float:

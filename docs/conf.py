@@ -75,6 +75,7 @@ docs/convolution_triton
 :hidden:
 :caption: Project
 
+docs/architecture
 CONTRIBUTING
 SECURITY
 CHANGELOG

@@ -13,23 +13,33 @@ __version__ = "0.2.0.dev0"
 require_own_siblings()
 
 from ops import reference, tensor_parallel  # noqa: E402
-from ops.bias_hardtanh_mish import bias_hardtanh_mish  # noqa: E402
-from ops.conv_transpose2d_gelu_group_norm import (  # noqa: E402
-    ConvTranspose2dGeluGroupNorm,
+from ops.chain import Chain  # noqa: E402
+from ops.explain import ExplainedCall, ExplainedStep, Explanation, explain  # noqa: E402
+from ops.functions import (  # noqa: E402
+    bias_hardtanh_mish,
     conv_transpose2d_gelu_group_norm,
+    gelu_group_norm,
+    group_norm,
+    group_norm_hardtanh,
+    linear,
+    linear_group_norm_hardtanh,
+    linear_group_norm_min,
+    linear_hardtanh_mish_group_norm,
 )
 from ops.fuse import FusionEntry, FusionReport, fuse, unfuse  # noqa: E402
-from ops.group_norm import gelu_group_norm, group_norm, group_norm_hardtanh  # noqa: E402
-from ops.linear import linear  # noqa: E402
-from ops.linear_group_norm_hardtanh import LinearGroupNormHardtanh, linear_group_norm_hardtanh  # noqa: E402
-from ops.linear_group_norm_min import LinearGroupNormMin, linear_group_norm_min  # noqa: E402
-from ops.linear_hardtanh_mish_group_norm import (  # noqa: E402
+from ops.modules import (  # noqa: E402
+    ConvTranspose2dGeluGroupNorm,
+    LinearGroupNormHardtanh,
+    LinearGroupNormMin,
     LinearHardtanhMishGroupNorm,
-    linear_hardtanh_mish_group_norm,
 )
 
 __all__ = [
+    "Chain",
     "ConvTranspose2dGeluGroupNorm",
+    "ExplainedCall",
+    "ExplainedStep",
+    "Explanation",
     "FusionEntry",
     "FusionReport",
     "LinearGroupNormHardtanh",
@@ -37,6 +47,7 @@ __all__ = [
     "LinearHardtanhMishGroupNorm",
     "bias_hardtanh_mish",
     "conv_transpose2d_gelu_group_norm",
+    "explain",
     "fuse",
     "gelu_group_norm",
     "group_norm",

@@ -1,65 +1,348 @@
-"""What the Linear chains share: the argument check, and the choice between one kernel and two."""
+"""Chains that can be called: every public function of ``ops`` is one of them with a signature of its own."""
 
 import functools
-import math
-from collections.abc import Callable
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 
-from ops import checks, gemm, precision
+import triton_kernels.chain
+from ops import checks, convolution, operators, plain, plans, precision, tensor_parallel
+from ops.calls import Call, register
+from ops.operators import Prepared, is_unobserved
+from triton_kernels.group_norm import WIDEST_GROUP
+
+Tensor = torch.Tensor
+
+#: Of what a call that comes again may consist.
+_KINDS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_NUMBERS = frozenset((int, float, bool))
+#: How the numbers of a pointwise function are checked, where they are more than numbers.
+_CHECKS = {"hardtanh": checks.bounds}
+_LAYOUTS = {"linear": tensor_parallel.LINEAR, "conv_transpose2d": tensor_parallel.CONVOLUTION}
 
 
-def check_chain(
-    input: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, **vectors: torch.Tensor | None
-) -> tuple[int, float]:
-    """Check a chain's tensors, num_groups and eps, and return the last two as Python's numbers.
+@dataclass(frozen=True)
+class Chain(triton_kernels.chain.Chain):
+    """A chain as a function: contraction → ``before`` → group norm → ``after`` → reduction.
 
-    ``vectors`` have one value for each of weight's out_features.
+    It is called with the input, the weight where it has a contraction, and an operand for each step that takes one, in
+    order: the contraction's bias, those of ``before``, the norm's weight and bias, those of ``after``, and the
+    reduction's bias. Tensors among them may be None. It runs, differentiates, compiles and checks its arguments as the
+    functions of ``ops`` do, which are such chains.
+
+    Args:
+        contraction: "linear", "conv_transpose2d", or "" for none.
+        before: Pointwise functions before the norm.
+        norm: "group_norm", or "" for none.
+        after: Pointwise functions after the norm.
+        reduction: What follows, or None.
+        names: What error messages call the operands; of numbers, a tuple of names.
+
+    Raises:
+        ValueError: A pointwise function has the name of another one, or a reduction does not follow the norm alone.
+
+    Example::
+
+        chain = ops.Chain("linear", after=(SILU,))
+        chain(input, weight, linear_bias, norm_weight, norm_bias, num_groups=32)
     """
-    checks.tensors({"input": input, "weight": weight}, vectors)
-    checks.linear(input, weight)
-    checks.vectors(weight.shape[0], **vectors)
-    return checks.groups(weight.shape[0], num_groups), checks.epsilon(eps)
+
+    names: tuple[Any, ...] = field(default=(), kw_only=True, compare=False, repr=False)
+    #: What compiled graphs call the chain.
+    text: str = field(init=False, compare=False, repr=False)
+    _data: triton_kernels.chain.Chain = field(init=False, compare=False, repr=False)
+    _prepared: plans.Kept = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        register(self)
+        super().__post_init__()
+        given = iter(self.names)
+        names = [next(given, step.name) for step in self.steps if step.operand]
+        names += [next(given, self.reduction.name)] if self.reduction else []
+        data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
+        object.__setattr__(self, "names", tuple(names))
+        object.__setattr__(self, "_data", data)
+        object.__setattr__(self, "_prepared", plans.Kept())
+        steps = [step.name if step.operand != "tensor" else f"{step.name} tensor" for step in self.steps]
+        norm = len(steps) - len(self.last)
+        words = [
+            self.contraction,
+            *steps[:norm],
+            self.norm,
+            *steps[norm:],
+            self.reduction.name if self.reduction else "",
+        ]
+        object.__setattr__(self, "text", " -> ".join(filter(None, words)))
+        _by_text.setdefault(self.text, self)
+
+    def __call__(
+        self,
+        input: Tensor,
+        *operands: Any,
+        num_groups: int = 1,
+        eps: float = 1e-5,
+        **geometry: Any,
+    ) -> Tensor:
+        """Apply the chain. ``geometry`` is that of a convolution, as in ``torch.nn.functional.conv_transpose2d``."""
+        expected = len(self.names) + bool(self.contraction)
+        if len(operands) != expected:
+            what = ", ".join(map(str, (*(["weight"] if self.contraction else []), *self.names)))
+            raise TypeError(f"expected {expected} operands after the input ({what}), got {len(operands)}")
+        rest = iter(operands)
+        row = [input, next(rest) if self.contraction else None]
+        numbers = []
+        for step in self.steps:
+            if step.has_tensor:
+                row.append(next(rest))
+            elif step.operand:
+                numbers.append(next(rest))
+        row.append(next(rest) if self.reduction else None)
+        return self.apply(tuple(row), tuple(numbers), num_groups, eps, tuple(geometry.items()))
+
+    def apply(
+        self, row: tuple, numbers: tuple = (), num_groups: Any = 1, eps: Any = 0.0, geometry: tuple = ()
+    ) -> Tensor:
+        """Apply the chain to tensors in a row: input, weight, one for each step that takes one, the reduction's bias.
+
+        ``numbers`` are those of the steps that take numbers.
+        """
+        if torch.compiler.is_compiling() and isinstance(row[0], torch.Tensor):
+            sizes, scalars = _in_pairs(geometry), [each for step in numbers for each in step]
+            if sizes is not None and all(type(each) in (int, float) for each in (num_groups, eps, *scalars)):
+                # A compiler sees one call, and guards nothing of what that does. What it depends on beside its
+                # arguments stands in its text, since compiled graphs are cached by that.
+                text = f"{self.text} | {precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
+                return torch.ops.normfuse.chain.default(text, list(row), scalars, num_groups, eps, sizes)
+        key = _key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
+        if key is not None:
+            prepared = self._prepared.get(key)
+            if prepared is not None:
+                return prepared.run(row)
+        return self._apply_checked(row, numbers, num_groups, eps, geometry, key)
+
+    def _apply_in_graph(self, row, scalars, num_groups, eps, sizes) -> Tensor:
+        given = iter(scalars)
+        lengths = [len(name) if isinstance(name, tuple) else 1 for name in self._number_names]
+        numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
+        pairs = zip(sizes[::2], sizes[1::2], strict=True)
+        geometry = {
+            name: pair[0] if name == "groups" else pair for name, pair in zip(convolution.DEFAULTS, pairs, strict=False)
+        }
+        return self._apply_checked(row, numbers, num_groups, eps, geometry, None)
+
+    def _apply_checked(self, row, numbers, num_groups, eps, geometry, key) -> Tensor:
+        num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, dict(geometry))
+        if tensor_parallel.is_distributed(*row):
+            return self._on_shards(row, numbers, num_groups, eps, geometry)
+        input = row[0]
+        if self.contraction and precision.autocasts(input.device):
+            dtype = precision.autocast_dtype(input)
+            row = (input.to(dtype), row[1].to(dtype), *row[2:])
+            input = row[0]
+        channels = input.shape[1] if self.norm and not self.contraction else 1
+        if not precision.runs_kernels(input) or channels == 0:
+            return plain.in_widest_dtype(self, row, numbers, num_groups, eps, geometry)
+        if self.reduction and row[1].shape[0] // num_groups > WIDEST_GROUP:
+            return self._reduce_after(row, num_groups, eps)
+        call = self._call(row, numbers, num_groups, eps, geometry)
+        if key is None:
+            return operators.run(call, row)
+        wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in row]
+        plan = plans.make_forward(call, row, any(wanted))
+        return self._prepared.add(key, Prepared(call, row, wanted, plan)).run(row)
+
+    def _call(self, row, numbers, num_groups, eps, geometry) -> Call:
+        rest, tensors = iter(numbers), iter(row[2:])
+        of_steps, present = [], []
+        for step in self.steps:
+            of_steps.append(next(rest) if step.operand == "numbers" else None)
+            present.append(next(tensors) is not None if step.has_tensor else True)
+        allow_tf32 = geometry is not None and precision.convolutions_allow_tf32()
+        has_bias = row[-1] is not None
+        return Call(self._data, tuple(of_steps), tuple(present), num_groups, eps, geometry, allow_tf32, has_bias)
+
+    def _reduce_after(self, row, num_groups, eps) -> Tensor:
+        """The row minimum by PyTorch, of groups that no program holds whole."""
+        input, *_, bias = row
+        normalized = _without_reduction(self).apply((*row[:-1], None), (), num_groups, eps)
+        minimum = normalized.min(dim=1, keepdim=True)[0]
+        return minimum if bias is None else (minimum + bias).to(input.dtype)
+
+    def _check(self, row, numbers, num_groups, eps, geometry):
+        """Check the arguments; returns all that are no tensors as Python's numbers."""
+        input, weight = row[0], row[1]
+        of_steps = self._named(row)
+        required = {"input": input, "weight": weight} if self.contraction else {"input": input}
+        checks.tensors(required, of_steps)
+        shape = None
+        if self.contraction == "linear":
+            checks.linear(input, weight)
+            channels, shape = weight.shape[0], (*input.shape[:-1], weight.shape[0])
+        elif self.contraction:
+            geometry = convolution.check_conv_transpose2d(input, weight, **{**convolution.DEFAULTS, **geometry})
+            channels = weight.shape[1] * geometry.groups
+            shape = (input.shape[0], channels, *geometry.output_size(*input.shape[2:]))
+        else:
+            channels, shape = self._channels(input), input.shape
+        if self.norm and not self.contraction:
+            num_groups = checks.groups(channels, num_groups)
+        for step, (name, tensor) in zip(self._tensor_steps, of_steps.items(), strict=False):
+            if step.operand == "vector":
+                checks.vectors(channels, **{name: tensor})
+            elif tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        if self.norm:
+            num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
+        if self.reduction:
+            if input.ndim != 2:
+                raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
+            if row[-1] is not None and not checks.is_channel_axis(row[-1].shape):
+                raise ValueError(f"{self.names[-1]} must have shape (1, channels, 1, 1), got {tuple(row[-1].shape)}")
+        return (
+            num_groups,
+            eps,
+            self._check_numbers(numbers),
+            geometry if self.contraction == "conv_transpose2d" else None,
+        )
+
+    @functools.cached_property
+    def _number_names(self) -> tuple:
+        pairs = zip(self._operand_steps, self.names, strict=False)
+        return tuple(name for step, name in pairs if step.operand == "numbers")
+
+    def _check_numbers(self, numbers) -> tuple[tuple[float, ...], ...]:
+        steps = [step for step in self.steps if step.operand == "numbers"]
+        checked: list[tuple[float, ...]] = []
+        for step, given, name in zip(steps, numbers, self._number_names, strict=True):
+            if step.name in _CHECKS:
+                checked.append(_CHECKS[step.name](*given))
+            else:
+                each = name if isinstance(name, tuple) else (name,) * len(given)
+                checked.append(tuple(float(checks.real(*pair)) for pair in zip(each, given, strict=True)))
+        return tuple(checked)
+
+    @functools.cached_property
+    def _operand_steps(self) -> tuple:
+        return tuple(step for step in self.steps if step.operand)
+
+    @functools.cached_property
+    def _tensor_steps(self) -> tuple:
+        return tuple(step for step in self.steps if step.has_tensor)
+
+    def _named(self, row) -> dict[str, Tensor | None]:
+        """The vectors and tensors by name; of equal names, which a user's chain may have, each gets a number."""
+        names = [name for step, name in zip(self._operand_steps, self.names, strict=False) if step.has_tensor]
+        names += self.names[-1:] if self.reduction else []
+        found: dict[str, Tensor | None] = {}
+        for name, tensor in zip(names, row[2:] if self.reduction else row[2:-1], strict=True):
+            found[name if name not in found else f"{name} {len(found)}"] = tensor
+        return found
+
+    def _channels(self, input: Tensor) -> int:
+        if self.norm:
+            if input.ndim < 2:
+                raise ValueError(f"input must be at least 2-D (batch, channels, *), got shape {tuple(input.shape)}")
+            return input.shape[1]
+        if input.ndim < 1:
+            raise ValueError("input must have at least one dimension (*, channels), got a 0-D tensor")
+        return input.shape[-1]
+
+    def _on_shards(self, row, numbers, num_groups, eps, geometry) -> Tensor:
+        named = self._named(row)
+        tensors = {"input": row[0], **({"weight": row[1]} if self.contraction else {}), **named}
+        bias = tensors.pop(self.names[-1]) if self.reduction else None
+        others = geometry.arguments if geometry else {}
+        layout = _LAYOUTS.get(self.contraction, tensor_parallel.NORM if self.norm else tensor_parallel.POINTWISE)
+
+        def of_shares(input, num_groups=1, groups=1, **shares):
+            weight = shares.pop("weight") if self.contraction else None
+            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, tuple(others.items()))
+
+        if self.reduction:
+            return tensor_parallel.minimum_on_shards(of_shares, tensors, bias, num_groups)
+        shared = {"groups": geometry.groups} if geometry else {}
+        return tensor_parallel.on_shards(of_shares, layout, tensors, num_groups if self.norm else None, **shared)
 
 
-def as_vectors(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors as 1-D vectors, in their own dtype, as the operators take them."""
-    return tuple(tensor if tensor is None or tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors)
+#: The chains that a compiled graph may name.
+_by_text: dict[str, Chain] = {}
 
 
-def with_leading_shape(rows: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """A result ``[rows, channels]`` in the shape ``(*, channels)`` of an input ``(*, features)``.
-
-    For a matrix it is returned as it is, not as a view.
-    """
-    return rows if input.ndim == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
-
-
-def in_reference(function: Callable[..., torch.Tensor], input: torch.Tensor, *arguments, **scalars) -> torch.Tensor:
-    """Call ``function`` of ``ops.reference`` in the widest of its arguments' dtypes. They differ only under autocast.
-
-    PyTorch refuses a bound beyond the range of that dtype. The kernels take it for infinity, so here it becomes
-    infinity.
-    """
-    tensors = [input, *(argument for argument in arguments if isinstance(argument, torch.Tensor))]
-    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    widened = (argument.to(dtype) if isinstance(argument, torch.Tensor) else argument for argument in arguments)
-    for name in ("min_val", "max_val"):
-        if name in scalars and abs(scalars[name]) > torch.finfo(dtype).max:
-            scalars[name] = math.copysign(math.inf, scalars[name])
-    with precision.without_autocast(input.device):
-        return function(input.to(dtype), *widened, **scalars).to(input.dtype)
+def _in_pairs(geometry: tuple) -> list[int] | None:
+    """A convolution's sizes in a row, two each; None where they are no ints or pairs of such."""
+    given = {**convolution.DEFAULTS, **dict(geometry)} if geometry else {}
+    sizes: list[int] = []
+    for name in convolution.DEFAULTS if given else ():
+        value = given[name]
+        pair = (value, value) if type(value) is int else value
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(each) is int for each in pair)):
+            return None
+        sizes += pair
+    return sizes
 
 
-def fused_product_config(
-    kernel: str, input: torch.Tensor, weight: torch.Tensor, group_size: int, *biases: torch.Tensor | None
-) -> gemm.Config | None:
-    """The config of the product's kernel where that kernel does the whole chain, else None.
+def _chain_operator(
+    text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]
+) -> Tensor:
+    name = text.partition(" | ")[0]
+    if name not in _by_text:
+        raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
+    return _by_text[name]._apply_in_graph(tuple(row), scalars, num_groups, eps, sizes)
 
-    It is None where no tile of the kernel holds whole groups, and where cuBLAS multiplies. A second kernel then
-    normalises the product.
-    """
-    if precision.library_multiplies(input, weight.shape[0], *biases):
+
+torch.library.define(
+    "normfuse::chain",
+    "(str chain, Tensor?[] row, float[] scalars, SymInt num_groups, float eps, SymInt[] sizes) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.impl("normfuse::chain", "CompositeImplicitAutograd", _chain_operator)
+
+
+@functools.cache
+def _without_reduction(chain: Chain) -> Chain:
+    return Chain(chain.contraction, chain.before, chain.norm, chain.after)
+
+
+def _key(row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
+    """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their own,
+    sparse or negated ones, and numbers that cannot be written out."""
+    if not _KINDS.issuperset(map(type, row)):
         return None
-    config = gemm.product_config(kernel, input, weight, group_size)
-    return config if config.holds_groups_of(group_size) else None
+    wants = torch.is_grad_enabled()
+    try:
+        # fmt: off
+        tensors = [
+            each is not None and (
+                each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15, wants and each.requires_grad,
+                each.is_neg() and _refuse(),
+            )
+            for each in row
+        ]
+        # fmt: on
+        given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_spread, geometry)))
+        if not _NUMBERS.issuperset(map(type, given)):
+            given = tuple(map(_number, given))
+        # The text tells True from 1, and -0.0 from 0.0.
+        return repr(given), tuple(map(len, numbers[2])), plans.settings(row[0]), *tensors
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _refuse() -> NoReturn:
+    raise ValueError("kernels read memory as it is")
+
+
+def _spread(argument: tuple[str, Any]) -> tuple:
+    """A convolution's argument as one number or more."""
+    value = argument[1]
+    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+
+
+def _number(value: Any) -> Any:
+    """Another library's number as Python's."""
+    number = checks.plain(value)
+    if type(number) not in _NUMBERS:
+        raise TypeError(f"{value!r} is no number")
+    return number

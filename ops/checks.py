@@ -65,6 +65,11 @@ def is_vector(shape: tuple[int, ...], length: int) -> bool:
     return shape[-1:] == (length,) and math.prod(shape) == length
 
 
+def is_channel_axis(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape is (1, channels, 1, 1), as a row minimum's bias is."""
+    return len(shape) == 4 and shape == (1, shape[1], 1, 1)
+
+
 def plain(value: Any) -> Any:
     """A number of another library (NumPy, ``fractions``) as an int or a float; in a tuple or a list, each of them.
 
@@ -162,3 +167,12 @@ def bounds(min_val: float, max_val: float) -> tuple[float, float]:
     if not low <= high:
         raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")
     return float(low), float(high)
+
+
+def approximate(value: str) -> str:
+    """``value``, which names a GELU as in ``torch.nn.functional.gelu``."""
+    if not isinstance(value, str):
+        raise TypeError(f"approximate must be a str, got {type(value).__name__}")
+    if value not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {value!r}")
+    return value

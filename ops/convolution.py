@@ -22,6 +22,17 @@ class ConvTranspose2dGeometry:
     groups: int
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """All numbers in a row, from which ``of_numbers`` makes an equal geometry."""
+        pairs = (self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation)
+        return (*(number for pair in pairs for number in pair), self.groups)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> "ConvTranspose2dGeometry":
+        pairs = [(numbers[place], numbers[place + 1]) for place in range(0, 10, 2)]
+        return cls(*pairs, numbers[10])  # type: ignore[call-arg, arg-type]
+
+    @property
     def arguments(self) -> dict[str, Pair | int]:
         """The arguments of ``torch.nn.functional.conv_transpose2d``, by name."""
         return {
@@ -44,6 +55,10 @@ class ConvTranspose2dGeometry:
             for axis, size in enumerate((height, width))
         )
         return rows, columns
+
+
+#: Of ``torch.nn.functional.conv_transpose2d``.
+DEFAULTS: dict[str, int] = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
 def pair(name: str, value: int | Sequence[int], least: int) -> Pair:
@@ -153,8 +168,8 @@ def conv_transpose2d_gradients(
     weight: torch.Tensor,
     geometry: ConvTranspose2dGeometry,
     wanted: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """PyTorch's gradients of input and weight, in their memory formats; None where not wanted."""
+) -> tuple[torch.Tensor, ...]:
+    """PyTorch's gradients of input and weight, in their memory formats, as far as they are wanted."""
     *gradients, _ = torch.ops.aten.convolution_backward(
         z_gradient,
         input,
@@ -168,8 +183,8 @@ def conv_transpose2d_gradients(
         geometry.groups,
         (*wanted, False),
     )
-    input_gradient, weight_gradient = (
-        gradient.contiguous(memory_format=memory_format(of)) if is_wanted else None
+    return tuple(
+        gradient.contiguous(memory_format=memory_format(of))
         for gradient, of, is_wanted in zip(gradients, (input, weight), wanted, strict=True)
+        if is_wanted
     )
-    return input_gradient, weight_gradient

@@ -7,19 +7,23 @@ float32 images are taken only where PyTorch would convolve them in TF32. They ar
 For the weight gradient they are split into bfloat16 images; the product is within 2**-16 of theirs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 
 from autotune_configs import convolution_config
+from ops.calls import Call
 from ops.convolution import ConvTranspose2dGeometry, memory_format
+from triton_kernels.column_sums import column_sums
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.hopper import runs_hopper_convolutions, takes_input
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import Pointwise, identity
+from triton_kernels.launch import call as do
+from triton_kernels.pointwise import identity
 from triton_kernels.tf32 import nearest_tf32
 
 #: Bytes of images that are copied or differentiated at a time: enough samples to fill a launch, in little memory.
@@ -86,6 +90,21 @@ def _hopper_kernels():
     return convolution_hopper, weight_gradient_hopper
 
 
+def _reversed_taps(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
+
+
+def _taps(weight: torch.Tensor) -> torch.Tensor:
+    return weight.permute(2, 3, 0, 1).contiguous()
+
+
+def _as_weight(sums, weight, input_shape, gradient_shape, kernel_size, config) -> torch.Tensor:
+    """The weight's gradient, from the sums over all launches."""
+    by_taps = _hopper_kernels()[1].by_taps(sums, input_shape, gradient_shape, kernel_size=kernel_size, config=config)
+    result = torch.empty_like(weight, memory_format=memory_format(weight))
+    return result.copy_(by_taps.permute(3, 2, 0, 1).flip(2, 3))
+
+
 def forward_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneConvolution:
     """The transposed convolution as a plain one, with its taps reversed."""
     sizes = zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
@@ -148,30 +167,36 @@ def like_format(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    geometry: ConvTranspose2dGeometry,
-    activation: Pointwise,
-) -> tuple[torch.Tensor, PartialStatistics]:
-    """z = conv_transpose2d(input, weight, bias), channels_last, and the partial statistics of activation(z)."""
+    call: Call, input: torch.Tensor, weight: torch.Tensor, operands: Sequence[Any]
+) -> tuple[torch.Tensor, PartialStatistics | None]:
+    """z = conv_transpose2d(input, weight, bias), channels_last, and the partial statistics of what the norm takes.
+
+    There are none where a tensor comes between: its tiles are others.
+    """
+    geometry, chain, bias = call.geometry, call.chain.of_dtype(input.dtype), operands[0]
     B, channels = input.shape[0], weight.shape[1]
     height, width = geometry.output_size(*input.shape[2:])
     z = _empty_channels_last((B, channels, height, width), input)
-    taps = weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
+    taps = do(_reversed_taps, weight)
     problem = forward_convolution(geometry)
     as_it_lies = input.dtype != torch.float32 and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
+    knows_norm = not any(step.operand == "tensor" for step in chain.activation)
+    of_norm: dict[str, Any] = {"chain": chain, "operands": operands} if knows_norm else {}
+
+    def empty_partials(places: int) -> PartialStatistics | None:
+        return PartialStatistics.empty(B, places, channels, input.device) if knows_norm else None
+
     on_hopper = runs_hopper_convolutions(input.device)
     if on_hopper:
         convolution_hopper, _ = _hopper_kernels()
     if not on_hopper or not convolution_hopper.supports(in_format, z, problem):
         config = convolution_config(input, z, geometry.kernel_size)
-        partials = PartialStatistics.empty(B, config.tiles(height * width), channels, input.device)
-        convolution(input, taps, bias, problem, config, output=z, partials=partials, activation=activation)
+        partials = empty_partials(config.tiles(height * width))
+        convolution(input, taps, bias, problem, config, output=z, partials=partials, **of_norm)
         return z, partials
     places = convolution_hopper.partial_count(in_format, z, problem)
-    partials = PartialStatistics.empty(B, places, channels, input.device)
+    partials = empty_partials(places)
     for span in [slice(0, B)] if as_it_lies else _spans(input):
         convolution_hopper.convolution_hopper(
             input if as_it_lies else _as_operand(input[span]),
@@ -179,8 +204,8 @@ def forward(
             bias,
             problem,
             output=z[span],
-            partials=partials[span],
-            activation=activation,
+            partials=None if partials is None else partials[span],
+            **of_norm,
         )
     return z, partials
 
@@ -201,7 +226,7 @@ def backward(
     _, weight_gradient_hopper = _hopper_kernels()
     config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     problem = _input_gradient_convolution(geometry)
-    taps = weight.permute(2, 3, 0, 1).contiguous()
+    taps = do(_taps, weight)
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
     scratch = _empty_channels_last((spans[0].stop, *z.shape[1:]), z)
@@ -237,9 +262,10 @@ def backward(
             )
     if sums is None:
         return input_gradient, None
-    by_taps = weight_gradient_hopper.finish(sums, *shapes, kernel_size=geometry.kernel_size, config=config)
-    weight_gradient = torch.empty_like(weight, memory_format=memory_format(weight))
-    return input_gradient, weight_gradient.copy_(by_taps.permute(3, 2, 0, 1).flip(2, 3))
+    totals = column_sums(sums)
+    return input_gradient, do(
+        _as_weight, totals, weight, *(each.shape for each in shapes), geometry.kernel_size, config
+    )
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:

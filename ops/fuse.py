@@ -50,10 +50,9 @@ class FusionReport:
 
     def __str__(self) -> str:
         lines = []
-        for name in ("replaced", "left", "restored"):
-            entries = getattr(self, name)
-            lines += [f"{name} {len(entries)}:"] if entries else []
-            lines += [f"  {entry}" for entry in entries]
+        for name, entries in vars(self).items():
+            if entries:
+                lines += [f"{name} {len(entries)}:", *(f"  {entry}" for entry in entries)]
         return "\n".join(lines) or "nothing to replace, leave or restore"
 
 
@@ -114,8 +113,7 @@ def fuse(model: nn.Module) -> FusionReport:
             del module.forward
         if forward is not None:
             module.forward = forward
-    replaced, left = (tuple(entry for entry in entries if bool(entry.reason) is is_left) for is_left in (False, True))
-    return FusionReport(replaced, left)
+    return FusionReport(*(tuple(each for each in entries if bool(each.reason) is is_left) for is_left in (False, True)))
 
 
 def unfuse(model: nn.Module) -> FusionReport:

@@ -1,7 +1,7 @@
-"""Find the four chains in a traced forward, and put one call in the place of each."""
+"""Find chains in a traced forward, and put one call in the place of each."""
 
-import functools
-import operator
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,52 +9,132 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from ops import fuse_calls
-from ops.fuse_steps import Attribute, Step, minima_of, step_of
+from ops.fuse_calls import CHAINS, fused_or_plain, is_axis_of_four
+from ops.fuse_spellings import TENSORS
+from ops.fuse_steps import Attribute, Step, minima_of, present, step_of
 from ops.fuse_tracing import in_place
 
-#: A Linear layer or a transposed convolution is looked for so many steps before each group norm.
-_FARTHEST = 4
+_CONTRACTIONS = {chain.contraction for chain, _ in CHAINS.values()}
+_NORMS = {chain.norm for chain, _ in CHAINS.values()}
+#: How many steps may lie between a contraction and a norm: one more than in any chain, so that it can be reported.
+_FARTHEST = 1 + max(len(chain.before) for chain, _ in CHAINS.values())
 
 
 @dataclass(frozen=True)
 class Match:
-    """A group norm with what leads to it: a chain (the name of its function, or "") and why it stays, or ""."""
+    """A norm and the steps around it.
+
+    Attributes:
+        chain: The name of the chain's function, or "" where they make no chain.
+        steps: The steps.
+        added: How many of them, behind the contraction, add biases.
+        refusal: Why they are left as they are, or "".
+    """
 
     chain: str
     steps: tuple[Step, ...]
-    operands: dict[str, Any]
-    refusal: str
+    added: int = 0
+    refusal: str = ""
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for step in self.steps for node in step.nodes]
 
 
 def find(graph: Graph, root: nn.Module) -> list[Match]:
-    """One entry for each group norm that follows a Linear layer or a transposed convolution closely."""
+    """One entry for each norm that follows a contraction closely."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     matches = []
     for node in graph.nodes:
-        norm = step_of(node, root)
-        steps = _leading_to(norm, root) if norm.kind == "group_norm" else []
+        steps = _leading_to(node, root)
         if steps:
-            matches.append(_match(steps, root, order))
+            found = filter(None, (_completed(name, steps, root) for name in CHAINS))
+            match = max(found, key=lambda match: len(match.steps), default=Match("", steps))
+            matches.append(dataclasses.replace(match, refusal=next(_refusals(match, root, order), "")))
     return matches
+
+
+def _leading_to(node: Node, root: nn.Module) -> tuple[Step, ...]:
+    """The steps from the last contraction to this node, if it is a norm, or none."""
+    steps = (step_of(node, root),)
+    while steps[0].value is not None and steps[-1].kind in _NORMS and len(steps) <= _FARTHEST + 1:
+        steps = (step_of(steps[0].value, root), *steps)
+        if steps[0].kind in _CONTRACTIONS:
+            return steps
+        if steps[0].kind in _NORMS:
+            break
+    return ()
+
+
+def _completed(name: str, steps: tuple[Step, ...], root: nn.Module) -> Match | None:
+    """The chain of this name, where it has these steps up to the norm and others follow that complete it."""
+    chain, _ = CHAINS[name]
+    added = len(steps) - len(chain.activation) - 2
+    # A vector that is added to images lies along their width, not their channels.
+    most = len(chain.biases) if chain.contraction == "linear" else 0
+    kinds = [chain.contraction, *["add"] * added, *(step.name for step in chain.activation), chain.norm]
+    if added > most or [step.kind for step in steps] != kinds:
+        return None
+    reductions = [chain.reduction.name] if chain.reduction else []
+    for kind in [*(step.name for step in chain.after), *reductions]:
+        end = steps[-1].nodes[-1]
+        readers = [step_of(reader, root) for user in end.users for reader in minima_of(user) or [user]]
+        found = [step for step in readers if step.kind == kind and step.value is end]
+        if not found:
+            return None
+        steps = (*steps, found[0])
+    return Match(name, steps + _final_bias(steps[-1], root) if reductions else steps, added)
+
+
+def _final_bias(minimum: Step, root: nn.Module) -> tuple[Step, ...]:
+    """What adds a bias of shape (1, channels, 1, 1) to the minimum, if that is all that is done with it."""
+    match [step_of(user, root) for user in minimum.nodes[-1].users]:
+        case [Step(kind="add", refusal="") as step] if step.nodes[0].target not in (in_place, "add_"):
+            bias = present(step.operands["other"], root)
+            return (step,) if isinstance(bias, torch.Tensor) and is_axis_of_four(bias) else ()
+    return ()
+
+
+def _refusals(match: Match, root: nn.Module, order: dict[Node, int]) -> Iterator[str]:
+    """Why these steps are left as they are."""
+    if not match.chain:
+        yield "with what follows, they make none of the four chains"
+    steps, nodes = match.steps, match.nodes
+    yield from (step.refusal for step in steps if step.refusal)
+    used = ((node, user) for node in nodes[:-1] for user in node.users if user not in nodes)
+    yield from (f"{node.name} is used by {user.name} too" for node, user in used)
+    weight, bias = (present(steps[0].operands[name], root) for name in ("weight", "bias"))
+    for step in steps[1 : 1 + match.added]:
+        vector = present(step.operands["other"], root)
+        if not isinstance(vector, torch.Tensor):
+            yield f"what {step.name} adds is no tensor of the module's, so its shape is not known"
+        channels = weight.shape[0] if isinstance(weight, torch.Tensor) else vector.numel()
+        if vector.shape not in ((channels,), (1, channels)):
+            yield f"what {step.name} adds has shape {tuple(vector.shape)}, not one value a channel, ({channels},)"
+    if match.added + (bias is not None) > len(CHAINS[match.chain][0].biases):
+        yield f"{steps[0].name} has a bias, and {steps[1].name} adds another"
+    first, last = min(order[node] for node in nodes), max(order[node] for node in nodes)
+    between = (node for node in list(order)[first:last] if node not in nodes and node.op != "get_attr")
+    yield from (f"{node.name} runs between the chain's steps" for node in between)
+    computed = [each for step in steps for each in step.operands.values() if isinstance(each, Node)]
+    if steps[0].value is None or any(order[node] >= first for node in computed):
+        yield "a step of it is given what is computed from another"
 
 
 def _computed_outside(match: Match) -> list[Node]:
     """What the chain's steps are given beside the chain's input and the module's attributes."""
-    nodes = [node for step in match.steps for node in step.nodes]
-    given = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
-    inside = {match.steps[0].value, *nodes}
+    given = dict.fromkeys(each for node in match.nodes for each in node.all_input_nodes)
+    inside = {match.steps[0].value, *match.nodes}
     return [node for node in given if node not in inside and node.op != "get_attr"]
 
 
 def written_out(graph: Graph, match: Match) -> Graph:
     """A graph of the chain alone, as it was written, of what is computed outside of it and of its input."""
-    nodes = {node for step in match.steps for node in step.nodes}
     plain = Graph()
     plain.placeholder("self")
-    outside = enumerate(_computed_outside(match))
-    copies: dict[Any, Node] = {node: plain.placeholder(f"argument_{i}") for i, node in outside}
-    copies[match.steps[0].value] = plain.placeholder("argument")
+    given = [*_computed_outside(match), match.steps[0].value]
+    copies: dict[Any, Node] = {node: plain.placeholder(f"argument_{i}") for i, node in enumerate(given)}
+    nodes = set(match.nodes)
     for node in graph.nodes:
         is_read = node.op == "get_attr" and node not in copies and not nodes.isdisjoint(node.users)
         if node in nodes or is_read:
@@ -63,133 +143,40 @@ def written_out(graph: Graph, match: Match) -> Graph:
     return plain
 
 
-def replace(graph: Graph, match: Match, plain: Node) -> None:
-    """Put one call in the place of the chain's first step; the first of its arguments is ``plain``."""
-    nodes = [node for step in match.steps for node in step.nodes]
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    nodes.sort(key=order.__getitem__)
-    outside = _computed_outside(match)
+def put_call(graph: Graph, match: Match, plain: Node) -> None:
+    """Put one call in the place of the chain's first step; ``plain`` is the chain as it was written."""
+    nodes = [node for node in graph.nodes if node in match.nodes]
     with graph.inserting_before(nodes[0]):
-        if outside:
-            plain = graph.call_function(functools.partial, (plain, *outside))
-        arguments: dict[str, Any] = {"plain": plain, "input": match.steps[0].value}
-        for name, operand in match.operands.items():
-            if isinstance(operand, Node) and operand.op == "get_attr":
-                operand = Attribute(str(operand.target))
-            is_attribute = isinstance(operand, Attribute)
-            arguments[name] = graph.create_node("get_attr", operand.path) if is_attribute else operand
-        fused = graph.call_function(getattr(fuse_calls, match.chain), kwargs=arguments)
+
+        def read(operand: Any) -> Any:
+            if isinstance(operand, tuple):
+                return tuple(read(each) for each in operand)
+            return graph.create_node("get_attr", operand.path) if isinstance(operand, Attribute) else operand
+
+        weight, biases, operands, options = _operands(match)
+        given = (*_computed_outside(match), match.steps[0].value)
+        arguments = plain, given, match.chain, read(weight), read(biases), read(operands)
+        options = {name: read(option) for name, option in options.items()}
+        fused = graph.call_function(fused_or_plain, arguments, options)
     match.steps[-1].nodes[-1].replace_all_uses_with(fused)
     for node in reversed(nodes):
         graph.erase_node(node)
 
 
-def _leading_to(norm: Step, root: nn.Module) -> list[Step]:
-    """The steps from the last Linear layer or transposed convolution to the norm, or none."""
-    steps = [norm]
-    while len(steps) <= _FARTHEST + 1 and steps[0].value is not None:
-        steps.insert(0, step_of(steps[0].value, root))
-        if steps[0].kind in ("linear", "conv_transpose2d"):
-            return steps
-        if steps[0].kind == "group_norm":
-            break
-    return []
-
-
-def _match(steps: list[Step], root: nn.Module, order: dict[Node, int]) -> Match:
-    steps = list(steps)
-    kinds = [step.kind for step in steps]
-    added = kinds[:2] == ["linear", "add"]
-    if added:
-        del kinds[1]
-    chain = ""
-    operands: dict[str, Any] = {"bias": None}
-    if kinds == ["conv_transpose2d", "gelu", "group_norm"]:
-        chain, operands = "conv_transpose2d_gelu_group_norm", {}
-    elif kinds == ["linear", "hardtanh", "mish", "group_norm"]:
-        chain = "linear_hardtanh_mish_group_norm"
-    elif kinds == ["linear", "group_norm"]:
-        following = [step_of(user, root) for user in _readers(steps[-1])]
-        for last in (step for step in following if step.value is steps[-1].nodes[-1]):
-            if last.kind == "hardtanh":
-                chain = "linear_group_norm_hardtanh"
-            elif last.kind == "minimum":
-                chain = "linear_group_norm_min"
-            if chain:
-                steps.append(last)
-                break
-    for step in steps:
-        operands |= step.operands
-    if chain == "linear_group_norm_min":
-        del operands["keepdim"], operands["dim"]
-        operands["final_bias"] = None
-        addition = _final_bias(steps[-1], root)
-        if addition is not None:
-            steps.append(addition)
-            operands["final_bias"] = addition.operands["bias"]
-    return Match(chain, tuple(steps), operands, _refusal(chain, steps, added, operands, root, order))
-
-
-def _readers(step: Step) -> list[Node]:
-    """Who uses the step's result; of a minimum with its index, who reads the minimum."""
-    readers = []
-    for user in step.nodes[-1].users:
-        readers += minima_of(user) or [user]
-    return readers
-
-
-def _final_bias(minimum: Step, root: nn.Module) -> Step | None:
-    """What adds a bias of shape (1, channels, 1, 1) to the minimum, if that is all that is done with it."""
-    users = list(minimum.nodes[-1].users)
-    step = step_of(users[0], root) if len(users) == 1 else None
-    if step is None or step.kind != "add" or step.nodes[0].target in (in_place, "add_") or step.refusal:
-        return None
-    bias = step.operands["bias"]
-    return step if _is_axis_of_four(bias, root) else None
-
-
-def _is_axis_of_four(bias: Any, root: nn.Module) -> bool:
-    tensor = _tensor(bias, root)
-    return tensor is not None and fuse_calls.is_axis_of_four(tensor)
-
-
-def _tensor(operand: Any, root: nn.Module) -> torch.Tensor | None:
-    """The tensor that an operand is at present, where it is a module's."""
-    path = operand.path if isinstance(operand, Attribute) else ""
-    if isinstance(operand, Node) and operand.op == "get_attr":
-        path = str(operand.target)
-    value = operator.attrgetter(path)(root) if path else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _refusal(chain, steps, added, operands, root, order) -> str:
-    """Why a chain is left, or "" """
-    if not chain:
-        return "with what follows, they make none of the four chains"
-    for step in steps:
-        if step.refusal:
-            return step.refusal
-    nodes = [node for step in steps for node in step.nodes]
-    for node in nodes[:-1]:
-        for user in node.users:
-            if user not in nodes:
-                return f"{node.name} is used by {user.name} too"
-    if added:
-        bias, weight = (_tensor(operands[name], root) for name in ("bias", "weight"))
-        if bias is None:
-            return f"what {steps[1].name} adds is no tensor of the module's, so its shape is not known"
-        channels = bias.numel() if weight is None else weight.shape[0]
-        if bias.shape not in ((channels,), (1, channels)):
-            return f"what {steps[1].name} adds has shape {tuple(bias.shape)}, not one value a channel, ({channels},)"
-        if chain != "linear_hardtanh_mish_group_norm" and operands["linear_bias"] is not None:
-            linear_bias = operands["linear_bias"]
-            if not isinstance(linear_bias, Attribute) or _tensor(linear_bias, root) is not None:
-                return f"{steps[0].name} has a bias, and {steps[1].name} adds another"
-    first, last = min(order[node] for node in nodes), max(order[node] for node in nodes)
-    for node, place in order.items():
-        if first < place < last and node not in nodes and node.op != "get_attr":
-            return f"{node.name} runs between the chain's steps"
-    computed = (each for each in operands.values() if isinstance(each, Node) and each.op != "get_attr")
-    if steps[0].value is None or any(order[node] >= first for node in computed):
-        return "a step of it is given what is computed from another"
-    return ""
+def _operands(match: Match) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    """weight, biases, operands and options of ``fused_or_plain``. The operands of a step are a tensor, or a tuple of
+    numbers."""
+    chain, _ = CHAINS[match.chain]
+    options: dict[str, Any] = {}
+    operands: list[Any] = []
+    for step in match.steps:
+        tensors = [operand for name, operand in step.operands.items() if name in TENSORS]
+        numbers = {name: operand for name, operand in step.operands.items() if name not in TENSORS}
+        if step.kind in (chain.contraction, chain.norm):
+            options |= numbers
+            operands += tensors
+        elif step.kind != "row_minimum":
+            operands += tensors or [tuple(numbers.values())]
+    weight, *operands = operands
+    biases = 1 + match.added
+    return weight, tuple(operands[:biases]), tuple(operands[biases:]), options

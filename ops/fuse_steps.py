@@ -1,7 +1,9 @@
-"""What each node of a traced forward computes, as far as a chain may have it: modules, functions and methods."""
+"""What each node of a traced forward computes, as far as a chain may have it."""
 
+import itertools
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,80 +14,14 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ops import checks, submodules
+from ops.fuse_spellings import OF_CALLS, OF_MODULES, REQUIRED, TENSORS, Spelling
 from ops.fuse_tracing import in_place, unpacked
 
-_REQUIRED = object()
-
-#: What each kind of step has beside its input, in PyTorch's order: PyTorch's name → fuse_calls' name, and the default.
-_OPERANDS: dict[str, dict[str, tuple[str, Any]]] = {
-    "linear": {"weight": ("weight", _REQUIRED), "bias": ("linear_bias", None)},
-    "conv_transpose2d": {
-        "weight": ("weight", _REQUIRED),
-        "bias": ("conv_bias", None),
-        "stride": ("stride", 1),
-        "padding": ("padding", 0),
-        "output_padding": ("output_padding", 0),
-        "groups": ("groups", 1),
-        "dilation": ("dilation", 1),
-    },
-    "group_norm": {
-        "num_groups": ("num_groups", _REQUIRED),
-        "weight": ("norm_weight", None),
-        "bias": ("norm_bias", None),
-        "eps": ("eps", 1e-5),
-    },
-    "hardtanh": {"min_val": ("min_val", -1.0), "max_val": ("max_val", 1.0)},
-    "clamp": {"min": ("min_val", None), "max": ("max_val", None)},
-    "mish": {},
-    "gelu": {"approximate": ("approximate", "none")},
-    "minimum": {"dim": ("dim", None), "keepdim": ("keepdim", False)},
-    "minimum_and_index": {"dim": ("dim", None), "keepdim": ("keepdim", False)},
-    "add": {"other": ("bias", _REQUIRED)},
-}
-#: These change nothing of the result, and come last.
+#: Parameters of every function that change nothing of the result, and come last.
 _WITHOUT_EFFECT = ("inplace", "cudnn_enabled")
-_TENSORS = ("weight", "linear_bias", "conv_bias", "norm_weight", "norm_bias", "bias")
 _PAIRS = ("stride", "padding", "output_padding", "dilation")
-#: May be an attribute of the module: they are read, and looked at, at each call.
-_NUMBERS = ("num_groups", "eps", "min_val", "max_val")
-
-#: Begin a chain; whatever is called like one of them is told of, at least.
-_SOURCES = (nn.Linear, nn.ConvTranspose2d)
-
-#: The attributes of the modules have the names of the functions' parameters.
-_MODULES: dict[type[nn.Module], str] = {
-    nn.Linear: "linear",
-    nn.ConvTranspose2d: "conv_transpose2d",
-    nn.GroupNorm: "group_norm",
-    nn.Hardtanh: "hardtanh",
-    nn.Mish: "mish",
-    nn.GELU: "gelu",
-}
-_FUNCTIONS = {
-    F.linear: "linear",
-    F.conv_transpose2d: "conv_transpose2d",
-    F.group_norm: "group_norm",
-    torch.group_norm: "group_norm",
-    F.hardtanh: "hardtanh",
-    torch.clamp: "clamp",
-    torch.clip: "clamp",
-    F.mish: "mish",
-    F.gelu: "gelu",
-    torch.amin: "minimum",
-    torch.min: "minimum_and_index",
-    operator.add: "add",
-    torch.add: "add",
-}
-_METHODS = {
-    "clamp": "clamp",
-    "clamp_": "clamp",
-    "clip": "clamp",
-    "clip_": "clamp",
-    "amin": "minimum",
-    "min": "minimum_and_index",
-    "add": "add",
-    "add_": "add",
-}
+#: Begin a chain. A class with such a name, a quantised one for instance, is reported as left.
+_CONTRACTIONS = (nn.Linear, nn.ConvTranspose2d)
 #: How a minimum with its index is told which of the two to give.
 _FIRST, _SECOND = (0, "values"), (1, "indices")
 _MULTIPLY = (operator.mul, torch.mul, "mul")  # in place, PyTorch has no gradient of z * tanh(softplus(z))
@@ -94,15 +30,21 @@ _TANH = (torch.tanh, "tanh", "tanh_")
 
 @dataclass(frozen=True)
 class Attribute:
-    """Something that the fused call reads from the module each time: a dotted path from the module."""
+    """An operand that is read from the module at each call: a dotted path from the module."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """One link of a chain: the nodes that compute it (the last of them its result), from ``value``; what it is given
-    besides, by the names of ``fuse_calls``; and why it cannot be part of a fused chain, if so."""
+    """One link of a chain.
+
+    Attributes:
+        kind: As in a ``Spelling``, "" where no chain has it.
+        nodes: The nodes that compute it, from ``value``; the last of them is its result.
+        operands: What it takes besides, by PyTorch's names.
+        refusal: Why it cannot be part of a fused chain, or "".
+    """
 
     kind: str
     nodes: tuple[Node, ...]
@@ -112,127 +54,115 @@ class Step:
 
     @property
     def name(self) -> str:
+        """As reports show it."""
         node = self.nodes[-1]
-        return str(node.target) if node.op == "call_module" else self.kind or node.name
-
-
-def kind_of(node: Node) -> str:
-    """Of a function or method, by its name alone."""
-    tables: dict[str, dict[Any, str]] = {"call_function": _FUNCTIONS, "call_method": _METHODS}
-    return tables.get(node.op, {}).get(node.target, "")
+        return str(node.target) if node.op == "call_module" else self.kind.removeprefix("row_") or node.name
 
 
 def step_of(node: Node, root: nn.Module) -> Step:
-    """What a node computes; of an unknown kind "" where it is nothing that a chain has."""
+    """The step whose result is this node."""
     if node.op == "call_module":
         return _step_of_module(node, root)
-    inputs = node.all_input_nodes
-    unknown = Step("", (node,), inputs[0] if inputs else None)
-    if node.op not in ("call_function", "call_method"):
-        return Step("", (node,), None)
-    pair = _pair_of(node)
-    if pair and node.args[1] in _FIRST:
-        return _minimum(node, pair, root)
-    if node.target in _MULTIPLY:
-        return _mish(node) or unknown
+    unknown = Step("", (node,), next(iter(node.all_input_nodes), None))
     if node.target is in_place:
-        name, left, right = node.args
-        return _add(node, left, right) if name == "iadd" else unknown
-    kind = kind_of(node)
-    bound = _bind(node, kind) if kind else None
-    if bound is None:
-        return unknown
+        return _add(node, *node.args[1:]) if node.args[0] == "iadd" else unknown
+    pair = _pair_of(node) if node.args and node.args[-1] in _FIRST else ()
+    call, nodes = (pair[0], (*pair, *_unused(pair, node), node)) if pair else (node, (node,))
+    spelling = _spelling_of(call)
+    bound = _bind(call, spelling) if spelling else None
+    if spelling is None or bound is None:
+        return _mish(node) or unknown
     value, operands = bound
+    kind = "row_minimum" if pair else spelling.kind
     if kind == "add":
-        return _add(node, value, operands["bias"])
+        return _add(node, value, operands["other"])
     if kind == "clamp":
-        if operands == {"min_val": None, "max_val": None}:
+        low, high = operands.values()
+        if low is high is None:
             return unknown  # PyTorch raises an error
         kind = "hardtanh"
-        infinities = {"min_val": -math.inf, "max_val": math.inf}
-        operands = {name: infinities[name] if bound is None else bound for name, bound in operands.items()}
-    return Step(kind, (node,), value, operands, _refusal(node, kind, operands, root))
+        operands = {"min_val": -math.inf if low is None else low, "max_val": math.inf if high is None else high}
+    if kind != "row_minimum":  # of which the axis must not change
+        operands = {name: _attribute(operand) for name, operand in operands.items()}
+    return Step(kind, nodes, value, operands, next(_refusals(call, kind, operands, root), ""))
+
+
+def _spelling_of(node: Node) -> Spelling | None:
+    return OF_CALLS.get(node.target) if node.op in ("call_function", "call_method") else None
+
+
+def _attribute(operand: Any) -> Any:
+    """An operand, as an Attribute where the node reads it from the module."""
+    is_attribute = isinstance(operand, Node) and operand.op == "get_attr"
+    return Attribute(str(operand.target)) if is_attribute else operand
+
+
+def present(operand: Any, root: nn.Module) -> Any:
+    """What an operand is now, where it is an attribute of the module."""
+    return operator.attrgetter(operand.path)(root) if isinstance(operand, Attribute) else operand
 
 
 def _step_of_module(node: Node, root: nn.Module) -> Step:
     module = getattr(root, str(node.target))  # None where a Sequential has such a child
-    value = (*node.args, *node.kwargs.values())[0] if node.args or node.kwargs else None
-    value = value if isinstance(value, Node) else None
-    for made, kind in _MODULES.items():
-        if isinstance(module, made) or (made in _SOURCES and made.__name__ in type(module).__name__):
-            operands = {name: Attribute(f"{node.target}.{key}") for key, (name, _) in _OPERANDS[kind].items()}
-            return Step(kind, (node,), value, operands, _module_refusal(node, module, made))
+    given = (*node.args, *node.kwargs.values())
+    value = given[0] if given and isinstance(given[0], Node) else None
+    for kind, spelling in OF_MODULES.items():
+        if isinstance(module, kind) or (kind in _CONTRACTIONS and kind.__name__ in type(module).__name__):
+            operands = {name: Attribute(f"{node.target}.{name}") for name in spelling.parameters}
+            refusals = itertools.chain(
+                _module_refusals(node, module, kind), _refusals(node, spelling.kind, operands, root)
+            )
+            return Step(spelling.kind, (node,), value, operands, next(refusals, ""))
     return Step("", (node,), value)
 
 
-def _module_refusal(node: Node, module: nn.Module, made: type) -> str:
-    changed = submodules.change(module, made)
+def _module_refusals(node: Node, module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
+    """Why a call of this module cannot be part of a fused chain, whatever its operands."""
+    changed = submodules.change(module, kind)
     if changed:
-        return f"{node.target} {changed}"
+        yield f"{node.target} {changed}"
     for name, parameter in module.named_parameters(recurse=False):
         # Of FSDP, DTensors are plain tensors by the time of the call; of other origins, fuse_calls finds them then.
         if is_traceable_wrapper_subclass(parameter) and type(parameter).__name__ != "DTensor":
-            return f"{node.target}.{name} is a {type(parameter).__name__}"
+            yield f"{node.target}.{name} is a {type(parameter).__name__}"
     if len(node.args) + len(node.kwargs) != 1:
-        return f"{node.target} is given more than its input"
-    kind = _MODULES[made]
-    operands = {name: getattr(module, key) for key, (name, _) in _OPERANDS[kind].items()}
-    return _refusal(node, kind, operands, module)
+        yield f"{node.target} is given more than its input"
 
 
-def _bind(node: Node, kind: str) -> tuple[Any, dict[str, Any]] | None:
-    """A function's input and its operands by the names of fuse_calls, or None where it has others."""
-    parameters = _OPERANDS[kind]
-    names = ("input", *parameters, *_WITHOUT_EFFECT)
-    if len(node.args) > len(names):
-        return None
+def _bind(node: Node, spelling: Spelling) -> tuple[Any, dict[str, Any]] | None:
+    """A function's input and its operands, or None where it is given anything else."""
+    names = ("input", *spelling.parameters, *_WITHOUT_EFFECT)
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if not given.keys() <= set(names) or "input" not in given:
-        return None
-    operands = {name: given.get(key, default) for key, (name, default) in parameters.items()}
-    if _REQUIRED in operands.values() or not (isinstance(given["input"], Node) or kind == "add"):
+    operands = {name: given.get(name, default) for name, default in spelling.parameters.items()}
+    fits = (
+        len(node.args) <= len(names) and {"input"} <= given.keys() <= set(names) and REQUIRED not in operands.values()
+    )
+    if not fits or not (isinstance(given["input"], Node) or spelling.kind == "add"):
         return None
     return given["input"], operands
 
 
-def _refusal(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> str:
-    """Why a function with these operands cannot be part of a fused chain, or "" """
-    operands = {
-        name: checks.plain(_now(operand, root) if name in _NUMBERS else operand)
-        for name, operand in operands.items()
-        if name not in _TENSORS
-    }
-    for name, operand in operands.items():
+def _refusals(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> Iterator[str]:
+    """Why a function with these operands cannot be part of a fused chain."""
+    plain = {name: checks.plain(present(each, root)) for name, each in operands.items() if name not in TENSORS}
+    for name, operand in plain.items():
         if isinstance(operand, (Node, torch.Tensor)):
-            return f"{node.name}'s {name} is computed, not a number"
+            yield f"{node.name}'s {name} is computed, not a number"
         pair = operand if isinstance(operand, (tuple, list)) else (operand, operand)
         if name in _PAIRS and not (len(pair) == 2 and all(isinstance(number, int) for number in pair)):
-            return f"{node.name}'s {name} is {operand}, not a number or two"
+            yield f"{node.name}'s {name} is {operand}, not a number or two"
     if kind == "hardtanh":
-        bounds = operands["min_val"], operands["max_val"]
-        if not (all(type(bound) in (int, float) for bound in bounds) and bounds[0] <= bounds[1]):
-            return f"{node.name}'s bounds are {bounds[0]} and {bounds[1]}"
-    if kind == "minimum" and axis_of(operands.get("dim")) is None:
-        return f"{node.name} is a minimum over {operands.get('dim')}, not 1"
-    if kind == "minimum" and operands["keepdim"] is not True:
-        return f"{node.name} is a minimum without keepdim"
-    return ""
-
-
-def _now(operand: Any, root: nn.Module) -> Any:
-    """What an operand is at present, where it is an attribute of the module's."""
-    is_attribute = isinstance(operand, Node) and operand.op == "get_attr"
-    return getattr(root, str(operand.target)) if is_attribute else operand
-
-
-def axis_of(dim: Any) -> int | None:
-    """The one axis that ``dim`` names, if it may be a matrix's columns."""
-    axes = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
-    return axes[0] if axes in ((1,), (-1,)) else None
+        low, high = plain.values()
+        if not (type(low) in (int, float) and type(high) in (int, float) and low <= high):
+            yield f"{node.name}'s bounds are {low} and {high}"
+    if kind == "row_minimum" and plain["dim"] not in (1, -1, (1,), (-1,), [1], [-1]):
+        yield f"{node.name} is a minimum over {plain['dim']}, not 1"
+    if kind == "row_minimum" and plain["keepdim"] is not True:
+        yield f"{node.name} is a minimum without keepdim"
 
 
 def _add(node: Node, left: Any, right: Any) -> Step:
-    """Either of the two may be the bias: what is a module's, or an argument, or a number."""
+    """Either of the two may be the bias: an attribute of the module, an argument, or a number."""
     refusal = ""
     if not isinstance(left, Node) or (isinstance(right, Node) and left.op in ("get_attr", "placeholder")):
         if node.target is in_place or node.target == "add_":
@@ -240,46 +170,39 @@ def _add(node: Node, left: Any, right: Any) -> Step:
         left, right = right, left
     if not isinstance(right, Node):
         refusal = f"{node.name} adds {right}, which is no bias"
-    return Step("add", (node,), left, {"bias": right}, refusal)
+    return Step("add", (node,), left, {"other": _attribute(right)}, refusal)
 
 
 def _mish(node: Node) -> Step | None:
     """z * tanh(softplus(z)), in either order"""
-    if len(node.args) != 2 or node.kwargs:
-        return None
-    arguments: tuple[Any, ...] = node.args
-    for value, tanh in (arguments, arguments[::-1]):
-        if not (isinstance(tanh, Node) and tanh.target in _TANH and len(tanh.args) == 1 and not tanh.kwargs):
-            continue
-        softplus = tanh.args[0]
-        if isinstance(softplus, Node) and softplus.target is F.softplus:
-            given = dict(zip(("input", "beta", "threshold"), softplus.args, strict=False)) | dict(softplus.kwargs)
-            # Beyond a threshold of 20, its default, tanh(softplus(z)) is 1 in any case.
-            if {"beta": 1, "threshold": 20, **given} == {"input": value, "beta": 1, "threshold": 20}:
-                return Step("mish", (softplus, tanh, node), value)
+    factors = node.args if node.target in _MULTIPLY and len(node.args) == 2 and not node.kwargs else ()
+    for value, tanh in itertools.permutations(factors, 2):
+        match tanh:
+            case Node(target=function, args=(Node(target=F.softplus) as softplus,)) if function in _TANH:
+                given = dict(zip(("input", "beta", "threshold"), softplus.args, strict=False)) | dict(softplus.kwargs)
+                # Beyond a threshold of 20, its default, tanh(softplus(z)) is 1 in any case.
+                if {"beta": 1, "threshold": 20, **given, **tanh.kwargs} == {"input": value, "beta": 1, "threshold": 20}:
+                    return Step("mish", (softplus, tanh, node), value)
     return None
 
 
 def _pair_of(node: Node) -> tuple[Node, ...]:
     """min(...), and what unpacks it, if it is unpacked, where the node reads one of the two; otherwise nothing."""
-    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
-        return ()
-    read, which = node.args
-    if not isinstance(read, Node) or which not in (*_FIRST, *_SECOND):
-        return ()
-    pair = (read.args[0], read) if read.target is unpacked and read.args[1] == 2 else (read,)
-    return pair if kind_of(pair[0]) == "minimum_and_index" else ()
+    is_read = node.op == "call_function" and node.target in (operator.getitem, getattr)
+    match node.args:
+        case Node() as read, which if is_read and which in (*_FIRST, *_SECOND):
+            pair = (read.args[0], read) if read.target is unpacked and read.args[1] == 2 else (read,)
+            return pair if _spelling_of(pair[0]) is OF_CALLS[torch.min] else ()
+    return ()
+
+
+def _unused(pair: tuple[Node, ...], node: Node) -> list[Node]:
+    """What reads the pair beside the node, and is not used."""
+    readers = (reader for each in pair for reader in each.users if _pair_of(reader))
+    return [reader for reader in readers if reader is not node and not reader.users]
 
 
 def minima_of(pair: Node) -> list[Node]:
     """What reads the minimum, where the node is a minimum with its index."""
     readers = [reader for user in pair.users for reader in (user, *user.users)]
     return [reader for reader in readers if _pair_of(reader)[:1] == (pair,) and reader.args[1] in _FIRST]
-
-
-def _minimum(node: Node, pair: tuple[Node, ...], root: nn.Module) -> Step:
-    value, operands = _bind(pair[0], "minimum_and_index") or (None, {})
-    readers = (reader for each in pair for reader in each.users if _pair_of(reader))
-    unused = (reader for reader in readers if reader is not node and not reader.users)
-    refusal = _refusal(pair[0], "minimum", operands, root)
-    return Step("minimum" if operands else "", (*pair, *unused, node), value, operands, refusal)

@@ -1,9 +1,9 @@
 """Trace one module's forward, or say why a trace would not do the same as the forward does.
 
-The forward runs once, with stand-ins for the module and its arguments, and each operation on them becomes a node of a
-``torch.fx`` graph. Nothing is frozen on the way: what the forward reads of its module, the graph reads at each call.
-That can hold only where Python decides nothing, so the bytecode is read first, and only straight-line code that uses
-the module, its arguments and PyTorch's functions is run at all.
+The forward runs once on proxies for the module and its arguments. Each operation on them becomes a node of a
+``torch.fx`` graph. What the forward reads from its module, the graph reads at each call. That holds only for
+straight-line code, so the bytecode is checked first. Only code that uses the module, its arguments and PyTorch's
+functions is run at all.
 """
 
 import dis
@@ -27,8 +27,8 @@ _STRAIGHT = re.compile(
     "|BINARY_|INPLACE_|UNARY_(?!NOT)|COMPARE_OP|BUILD_(TUPLE|LIST|SLICE|MAP|CONST_KEY_MAP)|LIST_EXTEND|UNPACK_SEQUENCE"
     "|RETURN_(VALUE|CONST)|POP_TOP|DUP_TOP|ROT_|SWAP|COPY(?!_FREE)|RESUME|CACHE|NOP|PUSH_NULL|EXTENDED_ARG"
 )
-#: Attributes of the stand-ins themselves, which would hide those of what they stand for.
-_OF_STAND_INS = ("node", "tracer", "root", "attr", "_node", "keys")
+#: Attributes of the proxies themselves, which would hide those of the values.
+_OF_PROXIES = ("node", "tracer", "root", "attr", "_node", "keys")
 _NUMBERS = (int, float, complex, np.integer, np.floating)
 _PLAIN = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
@@ -44,12 +44,12 @@ def is_sequential(module: nn.Module) -> bool:
 
 
 def in_place(operation: str, left: Any, right: Any) -> Any:
-    """``left += right`` and the like. PyTorch's own stand-ins would take them for ``left + right``."""
+    """``left += right`` and the like. PyTorch's own proxies would record ``left + right``."""
     return getattr(operator, operation)(left, right)
 
 
 def unpacked(value: Any, count: int) -> tuple[Any, ...]:
-    """What ``a, b = value`` takes, of so many targets. PyTorch's own stand-ins would take the first ones of more."""
+    """``a, b = value`` with ``count`` targets. PyTorch's own proxies would not notice that there are more values."""
     values = tuple(value)
     if len(values) != count:
         raise ValueError(f"expected {count} values to unpack, got {len(values)}")
@@ -70,7 +70,7 @@ class _Value(Proxy):
         values = self.tracer.create_proxy("call_function", unpacked, (self, here.argval), {})
         return iter([values[i] for i in range(here.argval)])
 
-    # What Python does with these at once, as in "%s" % value or {1: x}.get(value), no graph would do again.
+    # Python uses their results at once, as in "%s" % value or {1: x}.get(value). A graph could not record that.
 
     def __repr__(self):
         raise NotTraceable("it makes text of a value")
@@ -122,8 +122,7 @@ class _Child:
     def __getattribute__(self, name):
         raise NotTraceable(f"it does more with {object.__getattribute__(self, '_name')} than to call it")
 
-    def __getitem__(self, index):
-        raise NotTraceable(f"it does more with {object.__getattribute__(self, '_name')} than to call it")
+    __getitem__ = __getattribute__
 
 
 class _Self:
@@ -148,7 +147,7 @@ class _Self:
 
 @functools.cache
 def _functions() -> dict[int, Any]:
-    """PyTorch's functions that tell a stand-in of the whole call, by their id."""
+    """PyTorch's functions that a proxy can record, by their id."""
     functions = [function for each in torch.overrides.get_overridable_functions().values() for function in each]
     return {id(function): function for function in functions}
 
@@ -173,7 +172,7 @@ def _check_code(forward: types.FunctionType) -> None:
             raise NotTraceable(f"it assigns to {name}")
         if not _STRAIGHT.match(operation):
             raise NotTraceable(f"it is not straight-line code: it branches, loops, assigns or the like ({operation})")
-        if reads and (name in _OF_STAND_INS or (name.startswith("__") and name.endswith("__"))):
+        if reads and (name in _OF_PROXIES or (name.startswith("__") and name.endswith("__"))):
             raise NotTraceable(f"it reads an attribute of the name {name}")
         if operation == "LOAD_GLOBAL":
             found, dotted = forward.__globals__.get(name), name
@@ -225,6 +224,6 @@ def trace(module: nn.Module) -> Graph:
         graph.output(tracer.create_arg(result))
     except NotTraceable:
         raise
-    except Exception as error:  # whatever comes of stand-ins that are no tensors
+    except Exception as error:  # whatever comes of proxies that are no tensors
         raise NotTraceable(f"torch.fx cannot trace it: {type(error).__name__}: {error}") from error
     return graph

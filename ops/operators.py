@@ -1,128 +1,227 @@
-"""How the kernels become PyTorch operators: ``torch.ops.normfuse.*``, with fakes, and autograd Functions over them."""
+"""Chains as PyTorch operators, ``torch.ops.normfuse.forward`` and ``backward``, and as an autograd Function over them.
 
-from collections.abc import Callable, Sequence
+An operator takes a call's text (``ops.calls``) and its tensors. PyTorch's dispatcher leads to it where something would
+see the call: a compiler, a mode, a profiler. Elsewhere the Function runs the same plans without it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from ops import precision, replay
+from ops import direct_convolution, matrices, plans, precision, row_minima
+from ops.calls import Call, parse
+from ops.convolution import memory_format
+from ops.plan import Plan
 
-_NAMESPACE = "normfuse"
+Tensor = torch.Tensor
+
 _FORWARD_MODE = "forward-mode differentiation"
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_TAG = torch.Tag.pt2_compliant_tag
 
 
-class Operator:
-    """An operator of PyTorch's, ``overload``; in eager PyTorch its implementation is called without the dispatcher."""
-
-    def __init__(self, overload: OpOverload, eagerly: replay.Repeated):
-        self.overload = overload
-        self._eagerly = eagerly
-
-    def __call__(self, *arguments):
-        return (self._eagerly if replay.is_unobserved() else self.overload)(*arguments)
+def _spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
+    """A call's tensors in a row, None for those that are absent, from those that are there."""
+    rest = iter(tensors)
+    with_tensor = [present for step, present in zip(call.chain.steps, call.present, strict=True) if step.has_tensor]
+    there = [True, bool(call.chain.contraction), *with_tensor, call.has_bias]
+    return [next(rest) if each else None for each in there]
 
 
-def define(schema: str, implementation: Callable, fake: Callable) -> Operator:
-    """Register an operator for CUDA (and the CPU, for the interpreter) with its fake; returns it, callable.
-
-    ``implementation`` gets contiguous vectors, as its kernels take them, of any that the operator is given: a caller's,
-    or what a hook made of a saved one.
-    """
-    name = f"{_NAMESPACE}::{schema.split('(')[0]}"
-    torch.library.define(name, schema[schema.index("(") :], tags=torch.Tag.pt2_compliant_tag)
-
-    def with_contiguous_vectors(*arguments):
-        return implementation(
-            *[each.contiguous() if isinstance(each, torch.Tensor) and each.ndim == 1 else each for each in arguments]
-        )
-
-    repeated = replay.Repeated(with_contiguous_vectors)
-
-    def without_autocast(input, *arguments):
-        # All dtypes are decided by now; a product of the library's would be cast to autocast's.
-        with precision.without_autocast(input.device):
-            return repeated(input, *arguments)
-
-    torch.library.impl(name, ("cuda", "cpu"), without_autocast)
-
-    def fake_in_reverse_mode(*arguments):
-        # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
-        if torch.autograd.forward_ad._current_level >= 0:
-            raise RuntimeError(_refusal(name, _FORWARD_MODE))
-        return fake(*arguments)
-
-    torch.library.register_fake(name, fake_in_reverse_mode)
-    overload = getattr(getattr(torch.ops, _NAMESPACE), schema.split("(")[0]).default
-    replay.IMPLEMENTATIONS[overload] = with_contiguous_vectors
-    return Operator(overload, repeated.sharing_plans(otherwise=overload))
+def _given(tensors: Sequence[Any]) -> list[Tensor]:
+    return [each for each in tensors if each is not None]
 
 
-def differentiable(operator: Operator, setup_context: Callable, backward: Callable) -> Callable[..., torch.Tensor]:
-    """A function that calls ``operator`` and returns its first output, the result; others are kept for backward.
-
-    ``setup_context(ctx, inputs, outputs)`` saves and ``backward(ctx, gradient)`` returns a gradient for each input. The
-    operator itself gets the same formula, so that it can be differentiated where it is met alone, as in a compiled or
-    exported graph. There is a first derivative in reverse mode alone; anything else raises a RuntimeError.
-    """
-    overload = operator.overload
-    parameters = [argument.name for argument in overload._schema.arguments]
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            outputs = operator(*inputs)
-            setup_context(ctx, inputs, outputs)
-            return _first(outputs)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return differentiated_once(ctx, gradient)
-
-        @staticmethod
-        def jvp(ctx, *tangents):
-            raise RuntimeError(_refusal(overload.name(), _FORWARD_MODE))
-
-    def differentiated_once(ctx, gradient):
-        # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{overload.name()} can be differentiated once only: create_graph=True is not supported; the functions "
-                "of ops.reference, which are plain PyTorch, take it"
-            )
-        # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
-        with precision.without_autocast(gradient.device):
-            return backward(ctx, gradient)
-
-    def register_setup_context(ctx, inputs, output):
-        setup_context(ctx, inputs, output)
-        ctx.kept_nothing = "training" in parameters and not inputs[parameters.index("training")]
-        if isinstance(output, tuple):
-            ctx.mark_non_differentiable(*output[1:])
-
-    def register_backward(ctx, gradient, *others):
-        if ctx.kept_nothing:
-            raise RuntimeError(
-                f"{overload.name()} cannot be differentiated here: it was traced or exported where no gradient was "
-                "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
-            )
-        return differentiated_once(ctx, gradient)
-
-    torch.library.register_autograd(overload, register_backward, setup_context=register_setup_context)
-
-    def differentiable_operator(*inputs):
-        # torch.compile takes no Function two of whose inputs are one tensor, as where modules share a parameter.
-        if torch.compiler.is_compiling():
-            return _first(overload(*inputs))
-        # PyTorch's own refusal would ask for a setup_context, with which it looks up forward's signature in every call.
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(_refusal(overload.name(), "torch.func (vmap, grad, jvp, ...)"))
-        return Function.apply(*inputs)
-
-    return differentiable_operator
+def is_unobserved() -> bool:
+    """Whether a call now is eager PyTorch's alone: no compiler, tracer, profiler, transform, mode or autocast."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state()
+        or torch._C._autograd._profiler_enabled()
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+    )
 
 
-def _first(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return outputs[0] if isinstance(outputs, tuple) else outputs
+_plans = plans.Kept()
+
+
+def _key(tensors: Sequence[Tensor]) -> Any:
+    """All of the tensors that a plan depends on; None where one has no memory of its own, as within vmap."""
+    try:
+        return [(each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors]
+    except RuntimeError:
+        return None
+
+
+def forward_plan(text: str, tensors: list[Tensor], training: bool) -> Plan:
+    """The plan that the operator ``forward`` runs for these arguments."""
+    key = text, training, plans.settings(tensors[0]), *_key(tensors)
+    plan = _plans.get(key)
+    if plan is None:
+        call = parse(text)
+        plan = _plans.add(key, plans.make_forward(call, _spread(call, tensors), training))
+    return plan
+
+
+def backward_plan(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> Plan:
+    """The plan that the operator ``backward`` runs for these arguments."""
+    key = text, wanted, plans.settings(gradient), *_key([gradient, *tensors, *kept])
+    plan = _plans.get(key)
+    if plan is None:
+        specs, read = _read_specs(wanted)
+        rest = iter(tensors)
+        spread = [next(rest) if place in read else None for place in range(len(specs))]
+        plan = _plans.add(key, plans.make_backward(parse(text), gradient, kept, spread, specs))
+    return plan
+
+
+def _run_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
+    with precision.without_autocast(tensors[0].device):
+        return forward_plan(text, tensors, training).run(tensors)
+
+
+def _run_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    with precision.without_autocast(gradient.device):
+        return backward_plan(text, wanted, gradient, kept, tensors).run([gradient, *tensors, *kept])
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+#: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted.
+Spec = tuple[tuple[int, ...], torch.dtype] | None
+
+
+def specs_of(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Spec]:
+    """The specs of a call's tensors in a row. Only those of vectors have a shape; the others' may change."""
+    has_shape = [False, False, *(step.operand == "vector" for step in call.chain.steps if step.has_tensor), True]
+    return [
+        (tuple(each.shape) if with_shape else (), each.dtype) if each is not None and is_wanted else None
+        for each, with_shape, is_wanted in zip(tensors, has_shape, wanted, strict=True)
+    ]
+
+
+def _write_specs(specs: Sequence[Spec], read: Sequence[int]) -> str:
+    """Specs in words, "-" for None; a star marks the tensors that are read."""
+    # An integer that a compiler leaves open is settled here, and guarded.
+    words = ["-" if each is None else ",".join([str(each[1])[6:], *map(str, map(int, each[0]))]) for each in specs]
+    return " ".join([f"{word}*" if place in read else word for place, word in enumerate(words)])
+
+
+def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
+    specs: list[Spec] = []
+    for word in text.split():
+        name, *sizes = word.rstrip("*").split(",")
+        specs.append(None if name == "-" else (tuple(map(int, sizes)), _DTYPES[name]))
+    return specs, [place for place, word in enumerate(text.split()) if word.endswith("*")]
+
+
+def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
+    call = parse(text)
+    _refuse_forward_mode(call.name)
+    return _empty_results(call, _spread(call, tensors), training)
+
+
+def _empty_results(call: Call, tensors: Sequence[Any], training: bool) -> list[Tensor]:
+    """What a call's plan returns, without values."""
+    input, weight, *_, bias = tensors
+    chain = call.chain
+    if chain.contraction == "conv_transpose2d":
+        geometry = call.geometry
+        B, C = input.shape[0], weight.shape[1] * geometry.groups
+        output = input.new_empty(B, C, *geometry.output_size(*input.shape[2:]))
+        output = torch.empty_like(output, memory_format=memory_format(input))
+        if not training:
+            return [output]
+        is_direct = direct_convolution.takes(input, weight, geometry, call.allow_tf32)
+        z = torch.empty_like(output, memory_format=torch.channels_last if is_direct else memory_format(input))
+        return [output, z, output.new_empty(2, B * call.num_groups, dtype=torch.float32)]
+    if not chain.contraction:
+        return [torch.empty_like(input) if chain.norm else input.new_empty(input.shape)]
+    N = weight.shape[0]
+    if chain.reduction:
+        M, group_size = input.shape[0], N // call.num_groups
+        output = input.new_empty((M, 1) if bias is None else (1, bias.numel(), M, 1))
+        size = row_minima.kept_size(M, group_size)
+        return [output, output.new_empty(size, dtype=torch.float32)] if training else [output]
+    output = input.new_empty(*input.shape[:-1], N)
+    if not training or len(chain.biases) == len(chain.steps):
+        return [output]
+    kept = [torch.empty_like(output)]
+    if chain.norm and not matrices.fits_registers(N, call.num_groups):
+        kept.append(output.new_empty(2, input.shape[:-1].numel() * call.num_groups, dtype=torch.float32))
+    return [output, *kept]
+
+
+def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    call, (specs, read) = parse(text), _read_specs(wanted)
+    given = dict(zip(read, tensors, strict=True))
+    results = []
+    for place, spec in enumerate(specs):
+        if spec is None:
+            continue
+        if place > 1:
+            results.append(gradient.new_empty(spec[0] or gradient.shape, dtype=spec[1]))
+        elif call.chain.contraction == "linear":
+            results.append(gradient.new_empty(_matrix_shape(call, place, gradient, kept, given)))
+        elif call.chain.contraction:
+            results.append(torch.empty_like(given[place], memory_format=memory_format(given[place])))
+        else:
+            results.append(torch.empty_like(given[0]) if call.chain.norm else given[0].new_empty(given[0].shape))
+    return results
+
+
+def _matrix_shape(call: Call, place: int, gradient: Tensor, kept: list[Tensor], given: dict[int, Tensor]) -> tuple:
+    """The shape of the input's (0) or the weight's (1) gradient. Each is read for the other's."""
+    if call.chain.reduction:
+        M, group_size = row_minima.sizes(gradient, kept[0])
+        lead, N = (M,), group_size * call.num_groups
+    else:
+        *lead, N = gradient.shape
+    return (*lead, given[1].shape[1]) if place == 0 else (N, given[0].shape[-1])
+
+
+torch.library.define("normfuse::forward", "(str call, Tensor[] tensors, bool training) -> Tensor[]", tags=_TAG)
+torch.library.define(
+    "normfuse::backward",
+    "(str call, str wanted, Tensor gradient, Tensor[] kept, Tensor[] tensors) -> Tensor[]",
+    tags=_TAG,
+)
+torch.library.impl("normfuse::forward", ("cuda", "cpu"), _run_forward)
+torch.library.impl("normfuse::backward", ("cuda", "cpu"), _run_backward)
+torch.library.register_fake("normfuse::forward", _fake_forward)
+torch.library.register_fake("normfuse::backward", _fake_backward)
+
+
+def _backward_of_each(text: str, wanted: str, batch: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """One call for each gradient of a batch. PyTorch does so by itself for operators without lists."""
+    calls = [torch.ops.normfuse.backward.default(text, wanted, gradient, kept, tensors) for gradient in batch]
+    return [torch.stack(gradients) for gradients in zip(*calls, strict=True)]
+
+
+def _backward_under_vmap(info, in_dims, text, wanted, gradient, kept, tensors):
+    gradients = _backward_of_each(text, wanted, gradient.movedim(in_dims[2], 0), kept, tensors)
+    return gradients, [0] * len(gradients)
+
+
+def _backward_of_batch(text, wanted, gradient, kept, tensors):
+    # Of ``is_grads_batched``, which has one level alone and no public rule.
+    batch = torch._remove_batch_dim(gradient, 1, 1, 0)
+    return [torch._add_batch_dim(each, 0, 1) for each in _backward_of_each(text, wanted, batch, kept, tensors)]
+
+
+torch.library.register_vmap("normfuse::backward", _backward_under_vmap)
+torch.library.impl("normfuse::backward", "Batched", _backward_of_batch)
+
+
+def _refuse_forward_mode(name: str) -> None:
+    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(_refusal(name, _FORWARD_MODE))
 
 
 def _refusal(name: str, what: str) -> str:
@@ -132,29 +231,134 @@ def _refusal(name: str, what: str) -> str:
     )
 
 
-def dtypes_of(*vectors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
-    """What a backward pass needs to know of vectors that its formula does not read: to save them would have autograd
-    watch them for changes."""
-    return tuple([None if vector is None else vector.dtype for vector in vectors])
+class Prepared:
+    """A call for tensors that lie in memory in one way: its plan, and those of its backward pass.
+
+    Without a plan, PyTorch's dispatcher leads to one.
+    """
+
+    def __init__(self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None):
+        self.call = call
+        self.training = any(wanted)
+        self.count = len(tensors)
+        self.places = [place for place, each in enumerate(tensors) if each is not None]
+        self.read = [place for place in plans.places_read(call, tensors, wanted) if tensors[place] is not None]
+        self._specs = specs_of(call, tensors, wanted)
+        self._plan = plan
+        self._backwards = plans.Kept()
+
+    def run(self, tensors: Sequence[Any]) -> Tensor:
+        """The call's result."""
+        if self.training or self._plan is None:
+            return Function.apply(self, *tensors)
+        return self._plan.run([tensors[place] for place in self.places])[0]
+
+    def forward(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """The result and what the backward pass needs."""
+        given = [tensors[place] for place in self.places]
+        if self._plan is not None:
+            return self._plan.run(given)
+        return torch.ops.normfuse.forward.default(self.call.text, given, self.training)
+
+    def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
+        """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
+        given = [gradient, *saved]
+        # Tensors of classes of their own, as those still on their way from another rank, are the dispatcher's.
+        key = _key(given) if _PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved() else None
+        if key is not None:
+            key = needed, plans.settings(gradient), *key
+            plan = self._backwards.get(key) or self._backwards.add(key, self._make_backward(gradient, saved, needed))
+            gradients = plan.run(given)
+        else:
+            read, kept = list(saved[: len(self.read)]), list(saved[len(self.read) :])
+            words = _write_specs(self._needed(needed), self.read)
+            gradients = torch.ops.normfuse.backward.default(self.call.text, words, gradient, kept, read)
+        rest = iter(gradients)
+        return [next(rest) if each else None for each in needed]
+
+    def _needed(self, needed: Sequence[bool]) -> list[Spec]:
+        return [spec if each else None for spec, each in zip(self._specs, needed, strict=True)]
+
+    def _make_backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: Sequence[bool]) -> Any:
+        spread: list[Tensor | None] = [None] * len(self._specs)
+        for place, each in zip(self.read, saved, strict=False):
+            spread[place] = each
+        return plans.make_backward(self.call, gradient, saved[len(self.read) :], spread, self._needed(needed))
 
 
-def wanted_dtypes(ctx, *places: int) -> list[torch.dtype | None]:
-    """``ctx.dtypes``, which are of the inputs at these places; None where autograd asks for no gradient."""
-    return [dtype if ctx.needs_input_grad[place] else None for place, dtype in zip(places, ctx.dtypes, strict=True)]
+def _refuse_second_derivative(name: str) -> None:
+    # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} can be differentiated once only: create_graph=True is not supported; the functions "
+            "of ops.reference, which are plain PyTorch, take it"
+        )
 
 
-def empty_vectors(
-    like: torch.Tensor, length: int, dtypes: Sequence[torch.dtype | None]
-) -> tuple[torch.Tensor | None, ...]:
-    """Memory for the gradients of vectors, each its own: autograd keeps what it gets, and adds to it in place."""
-    return tuple([None if dtype is None else like.new_empty(length, dtype=dtype) for dtype in dtypes])
+class Function(torch.autograd.Function):
+    """A prepared call with gradients. There is a first derivative in reverse mode alone."""
+
+    @staticmethod
+    def forward(ctx, prepared: Prepared, *tensors):
+        result, *kept = prepared.forward(tensors)
+        ctx.prepared = prepared
+        ctx.save_for_backward(*[tensors[place] for place in prepared.read], *kept)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        prepared = ctx.prepared
+        _refuse_second_derivative(prepared.call.name)
+        gradient = gradient.resolve_neg()
+        # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
+        with precision.without_autocast(gradient.device):
+            return None, *prepared.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[1:])
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise RuntimeError(_refusal(ctx.prepared.call.name, _FORWARD_MODE))
 
 
-def or_empty(like: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """As an operator returns them: what is not there is empty."""
-    return [like.new_empty(0) if tensor is None else tensor for tensor in tensors]
+def _setup_context(ctx, inputs, output):
+    text, tensors, training = inputs
+    call = parse(text)
+    spread = _spread(call, tensors)
+    wanted = [each is not None and each.requires_grad for each in spread]
+    ctx.prepared = Prepared(call, spread, wanted) if training else None
+    ctx.name = call.name
+    read = ctx.prepared.read if training else []
+    ctx.save_for_backward(*[spread[place] for place in read], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def where_wanted(gradients: Sequence[torch.Tensor], wanted: Sequence[object]) -> list[torch.Tensor | None]:
-    """As autograd takes what an operator returned: None where a gradient was not wanted (None or False)."""
-    return [gradient if each else None for gradient, each in zip(gradients, wanted, strict=True)]
+def _backward_formula(ctx, gradients):
+    if ctx.prepared is None:
+        raise RuntimeError(
+            f"{ctx.name} cannot be differentiated here: it was traced or exported where no gradient was "
+            "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
+        )
+    _refuse_second_derivative(ctx.name)
+    given = iter(ctx.needs_input_grad[1])
+    places = ctx.prepared.places
+    needed = [place in places and next(given) for place in range(ctx.prepared.count)]
+    with precision.without_autocast(gradients[0].device):
+        found = ctx.prepared.backward(gradients[0], ctx.saved_tensors, tuple(needed))
+    return None, [found[place] for place in places], None
+
+
+# For graphs that have the operator alone, as compiled and exported ones may.
+torch.library.register_autograd("normfuse::forward", _backward_formula, setup_context=_setup_context)
+
+
+def run(call: Call, tensors: Sequence[Any]) -> Tensor:
+    """The result of a call that something of PyTorch's may see."""
+    needs = torch.is_grad_enabled()
+    wanted = [needs and each is not None and each.requires_grad for each in tensors]
+    # A compiler traces the operator. (Nor would it take a Function two of whose inputs are one tensor.)
+    if torch.compiler.is_compiling():
+        return torch.ops.normfuse.forward.default(call.text, _given(tensors), any(wanted))[0]
+    # PyTorch's own refusal would ask for a setup_context, with which it looks up forward's signature in every call.
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
+    # By the Function even where no gradient is wanted: it refuses forward mode.
+    return Prepared(call, tensors, wanted).run(tensors)

@@ -35,7 +35,7 @@ def splits_float32(device: torch.device) -> bool:
     return runs_hopper_kernels(device)
 
 
-def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
+def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
     """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added.
 
     For 16-bit inputs: where cuBLAS is predicted to be faster, as its tiles waste less of the last wave (wave
@@ -63,7 +63,7 @@ def library_multiplies(input: torch.Tensor, columns: int, *biases: torch.Tensor 
     return not (pays and splits_float32(input.device))
 
 
-def library_adds_bias(input: torch.Tensor, columns: int) -> bool:
+def cublas_adds_bias(input: torch.Tensor, columns: int) -> bool:
     """Whether cuBLAS adds the bias within the product of input [M, K] and a matrix [K, columns].
 
     In float32 (not TF32) with some hundred rows that is slower and less precise, because cuBLAS then does not split the

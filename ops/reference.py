@@ -1,154 +1,55 @@
-"""The functions of ``ops`` in plain PyTorch.
+"""The functions of ``ops`` in plain PyTorch, derived from the same chains.
 
 They run for CPU tensors and for float64, and the tests compare the kernels with them.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 
-from ops.checks import plain
-
-Tensor = torch.Tensor
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input @ weight.T + bias`` in plain PyTorch. See :func:`ops.linear`."""
-    return F.linear(input, weight, bias)
+from ops import functions, plain
+from ops.chain import Chain
+from ops.checks import plain as plain_number
 
 
-def bias_hardtanh_mish(
-    input: Tensor, bias: Tensor | None = None, *, min_val: float = -1.0, max_val: float = 1.0
-) -> Tensor:
-    """``mish(hardtanh(input + bias))`` in plain PyTorch. See :func:`ops.bias_hardtanh_mish`."""
-    return F.mish(F.hardtanh(input if bias is None else input + bias, plain(min_val), plain(max_val)))
+def _plain(function: Callable[..., torch.Tensor], chains: dict[str, Chain]) -> Callable[..., torch.Tensor]:
+    """A public function in plain PyTorch: that of ``chains`` which its argument ``approximate`` names, or the first."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters)
+    defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
+    geometry = [name for name in ("stride", "padding", "output_padding", "groups", "dilation") if name in parameters]
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        values = {**defaults, **dict(zip(parameters, arguments, strict=False)), **options}
+        if len(values) != len(parameters) or len(arguments) > len(parameters):
+            signature.bind(*arguments, **options)  # which says what is missing or unknown
+        chain = chains[values.get("approximate", "none")]
+        row, numbers = [values["input"], values.get("weight") if chain.contraction else None], []
+        for name in chain.names:
+            if isinstance(name, tuple):
+                numbers.append(tuple([plain_number(values[each]) for each in name]))
+            else:
+                row.append(values[name])
+        if not chain.reduction:
+            row.append(None)
+        num_groups, eps = plain_number(values.get("num_groups", 1)), plain_number(values.get("eps", 0.0))
+        return plain.apply(
+            chain, row, numbers, num_groups, eps, {each: plain_number(values[each]) for each in geometry}
+        )
+
+    call.__doc__ = f"``ops.{function.__name__}`` in plain PyTorch. See :func:`ops.{function.__name__}`."
+    return call
 
 
-def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
-) -> Tensor:
-    """``torch.nn.functional.group_norm``, for empty batches too, and for a single sample with groups of one value.
-
-    See :func:`ops.group_norm`. PyTorch's backward fails on the CPU for a bias without a weight (seen with torch 2.13),
-    so a weight of ones is passed.
-    """
-    if weight is None and bias is not None:
-        weight = torch.ones_like(bias)
-    if input.numel() == 0:
-        shape = (1, -1) + (1,) * (input.ndim - 2)
-        scaled = input if weight is None else input * weight.view(shape)
-        return scaled if bias is None else scaled + bias.view(shape)
-    return torch.group_norm(input, plain(num_groups), weight, bias, plain(eps))
-
-
-def group_norm_hardtanh(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    min_val: float = -1.0,
-    max_val: float = 1.0,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``hardtanh(group_norm(input))`` in plain PyTorch. See :func:`ops.group_norm_hardtanh`."""
-    return F.hardtanh(group_norm(input, num_groups, weight, bias, eps=eps), plain(min_val), plain(max_val))
-
-
-def gelu_group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    approximate: str = "none",
-    eps: float = 1e-5,
-) -> Tensor:
-    """``group_norm(gelu(input))`` in plain PyTorch. See :func:`ops.gelu_group_norm`."""
-    return group_norm(F.gelu(input, approximate=approximate), num_groups, weight, bias, eps=eps)
-
-
-def linear_hardtanh_mish_group_norm(
-    input: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    bias: Tensor | None,
-    num_groups: int,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    min_val: float = -1.0,
-    max_val: float = 1.0,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``group_norm(mish(hardtanh(linear(input) + bias)))`` in plain PyTorch, normalised over the last dimension.
-
-    See :func:`ops.linear_hardtanh_mish_group_norm`.
-    """
-    rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
-    activated = bias_hardtanh_mish(rows, bias, min_val=min_val, max_val=max_val)
-    normalized = group_norm(activated, num_groups, norm_weight, norm_bias, eps=eps)
-    return normalized.view(*input.shape[:-1], weight.shape[0])
-
-
-def linear_group_norm_min(
-    input: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    num_groups: int,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``min(group_norm(linear(input)), dim=1, keepdim=True)[0] + bias`` in plain PyTorch.
-
-    See :func:`ops.linear_group_norm_min`.
-    """
-    normalized = group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps=eps)
-    minimum = torch.min(normalized, dim=1, keepdim=True)[0]
-    return minimum if bias is None else minimum + bias
-
-
-def linear_group_norm_hardtanh(
-    input: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    num_groups: int,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    min_val: float = -1.0,
-    max_val: float = 1.0,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``hardtanh(group_norm(linear(input)))`` in plain PyTorch, normalised over the last dimension.
-
-    See :func:`ops.linear_group_norm_hardtanh`.
-    """
-    rows = linear(input, weight, linear_bias).reshape(-1, weight.shape[0])
-    result = group_norm_hardtanh(rows, num_groups, norm_weight, norm_bias, min_val=min_val, max_val=max_val, eps=eps)
-    return result.view(*input.shape[:-1], weight.shape[0])
-
-
-def conv_transpose2d_gelu_group_norm(
-    input: Tensor,
-    weight: Tensor,
-    conv_bias: Tensor | None,
-    num_groups: int,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    output_padding: int | tuple[int, int] = 0,
-    groups: int = 1,
-    dilation: int | tuple[int, int] = 1,
-    approximate: str = "none",
-    eps: float = 1e-5,
-) -> Tensor:
-    """``group_norm(gelu(conv_transpose2d(input)))`` in plain PyTorch. See
-    :func:`ops.conv_transpose2d_gelu_group_norm`."""
-    geometry = plain((stride, padding, output_padding, groups, dilation))
-    z = F.conv_transpose2d(input, weight, conv_bias, *geometry)
-    return gelu_group_norm(z, num_groups, norm_weight, norm_bias, approximate=approximate, eps=eps)
+linear = _plain(functions.linear, {"none": functions.LINEAR})
+bias_hardtanh_mish = _plain(functions.bias_hardtanh_mish, {"none": functions.BIAS_HARDTANH_MISH})
+group_norm = _plain(functions.group_norm, {"none": functions.GROUP_NORM})
+group_norm_hardtanh = _plain(functions.group_norm_hardtanh, {"none": functions.GROUP_NORM_HARDTANH})
+gelu_group_norm = _plain(functions.gelu_group_norm, functions.GELU_GROUP_NORM)
+linear_hardtanh_mish_group_norm = _plain(functions.linear_hardtanh_mish_group_norm, {"none": functions.L94})
+linear_group_norm_min = _plain(functions.linear_group_norm_min, {"none": functions.L75})
+linear_group_norm_hardtanh = _plain(functions.linear_group_norm_hardtanh, {"none": functions.L30})
+conv_transpose2d_gelu_group_norm = _plain(functions.conv_transpose2d_gelu_group_norm, functions.L19)

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
-#: The classes of the fused chains' layers, and the forward that each of them has.
-_FORWARDS: dict[type[nn.Module], Callable] = {
-    kind: kind.forward for kind in (nn.Linear, nn.ConvTranspose2d, nn.GroupNorm, nn.Hardtanh, nn.Mish, nn.GELU)
-}
+from ops.fuse_spellings import OF_MODULES
+
+#: PyTorch's own forwards of the chains' layers, by their classes.
+_FORWARDS: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in OF_MODULES}
 #: The warnings given in this process. The registry of ``warnings`` forgets them whenever a filter changes.
 _told: set[str] = set()
 
 
 def change(layer: nn.Module | None, kind: type[nn.Module]) -> str:
-    """What a call of the layer runs other than the forward of PyTorch's class ``kind``, in words; "" for nothing.
+    """Why a call of the layer does not just run the forward of PyTorch's class ``kind``; "" where it does.
 
     Hooks that are set for all modules are not seen here, but by ``has_global_hook``.
     """

@@ -45,7 +45,6 @@ STRATA = {
 LEFT_OUT = {
     "*/__init__.py": "names alone",
     "*_hopper.py": "Gluon, which the interpreter does not run; tests on a GPU hold it",
-    "ops/replay.py": "computes nothing: repeats calls",
     "ops/fuse*.py": "computes nothing: rewrites models",
     "autotune_configs/offline.py": "compiles; its tests run without the interpreter",
     "autotune_configs/precompile.py": "compiles; its tests run without the interpreter",
@@ -62,6 +61,7 @@ CHAINS = [
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
+    "triton_kernels/chain*.py": CHAINS,
     "triton_kernels/convolution_tiling.py": ["ops/test_direct_convolution.py"],
     "triton_kernels/device.py": ["autotune_configs/test_gpus.py", "autotune_configs/test_heuristics.py"],
     "triton_kernels/epilogues.py": ["triton_kernels/test_linear.py", "triton_kernels/test_row_minimum.py", *CHAINS],
@@ -69,16 +69,21 @@ TESTS = {
     "triton_kernels/hopper.py": ["ops/test_direct_convolution.py"],
     "triton_kernels/image_statistics.py": ["triton_kernels/test_image_group_norm.py"],
     "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", "triton_kernels/test_image_group_norm.py"],
+    "triton_kernels/reference.py": ["triton_kernels/test_chain.py", "ops/test_reference.py"],
     "triton_kernels/row_minimum*.py": ["test_grids.py", "test_nonfinite.py"],
     "triton_kernels/tf32.py": ["triton_kernels/test_image_copy.py"],
     "ops/*.py": ["ops/test_arguments.py"],
-    "ops/[bglmo]*.py": CHAINS,
+    "ops/[afmopr]*.py": CHAINS,
+    "ops/calls.py": CHAINS,
     "ops/checks.py": ["ops/test_module_options.py", "ops/test_numbers.py"],
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
     "ops/*conv*.py": [
         f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
     ],
+    "ops/images.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],
+    "ops/plan*.py": ["ops/test_plans.py"],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
+    "ops/products.py": ["ops/test_gemm.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
     "ops/submodules.py": ["ops/test_changed_submodules.py"],

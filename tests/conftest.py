@@ -123,11 +123,11 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def nothing_repeated():
-    """Each test makes its own calls: what another has patched is not repeated in it."""
-    from ops import replay
+def own_plans():
+    """Each test makes its own plans: none holds what another test has patched."""
+    from autotune_configs import lookup
 
-    replay.forget()
+    lookup.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.chains import make_arguments
+from triton_kernels.hopper import runs_hopper_convolutions
 
 DEVICE = "cuda"
 MARKS = [
@@ -11,6 +12,13 @@ MARKS = [
     # cuBLAS's note on its workspace, and operations of the plain chains; ours are deterministic without the mode.
     pytest.mark.filterwarnings("ignore:.*deterministic"),
 ]
+FORMATS = (torch.contiguous_format, torch.channels_last)
+RUNS_HOPPER_CONVOLUTIONS = torch.cuda.is_available() and runs_hopper_convolutions(torch.device(DEVICE, 0))
+
+by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+on_hopper = pytest.mark.skipif(
+    not RUNS_HOPPER_CONVOLUTIONS, reason="needs compute capability 9.0 and a Triton with its copies"
+)
 
 
 def arguments_of(chain, problem, dtype, **options):

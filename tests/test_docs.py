@@ -1,5 +1,6 @@
 """Promise: links and pictures lead somewhere, and all that is public is described."""
 
+import importlib
 import inspect
 import re
 import urllib.parse
@@ -72,6 +73,24 @@ def test_guide(page):
     """Short, and the first sentence says what a reader can do afterwards."""
     assert words(page) <= 1200
     assert "\nAfter this page you" in page.read_text()
+
+
+def names_in(text: str) -> set[str]:
+    """What a page names in backticks by a dotted name of this project's."""
+    return set(re.findall(r"`((?:ops|autotune_configs|triton_kernels)\.\w+)[`(]", text))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_names(page):
+    """All names exist, as attributes or as modules."""
+    for name in names_in(page.read_text()):
+        module, _, attribute = name.partition(".")
+        found = hasattr(importlib.import_module(module), attribute) or (ROOT / module / f"{attribute}.py").exists()
+        assert found, name
+
+
+def test_names_are_seen():
+    assert names_in("`ops.explain(model)`, `ops.Chain` and `torch.mm`") == {"ops.explain", "ops.Chain"}
 
 
 def test_citation():

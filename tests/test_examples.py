@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,11 @@ def test_example_is_short(example):
     assert text.startswith('"""')
 
 
-@pytest.mark.parametrize("page", ["adopting", "fuse"])
-def test_pages(page):
-    """A guide's snippets, one after another."""
+@pytest.mark.parametrize("page", ["adopting", "architecture", "fuse"])
+def test_pages(page, tmp_path):
+    """A guide's snippets, one after another, from a file: Triton reads the source of jit functions."""
     snippets = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
     assert snippets
-    exec("".join(snippets), {})
+    path = tmp_path / "snippets.py"
+    path.write_text("".join(snippets))
+    runpy.run_path(str(path))

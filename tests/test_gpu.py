@@ -6,7 +6,7 @@ compute-sanitizer gets through:
 
     compute-sanitizer --tool memcheck python -m pytest -m gpu -k small
 
-The convolutions of images are tested in ``tests/test_gpu_images.py``.
+The convolutions of images are tested in ``tests/test_gpu_images.py`` and ``test_gpu_convolutions.py``.
 """
 
 import dataclasses

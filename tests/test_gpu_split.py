@@ -8,20 +8,18 @@ import pytest
 import torch
 
 import ops
-from ops import gemm, precision
+from ops import precision, products
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import L30, L75, L94, LINEAR, LINEAR_CHAINS, Problem, chain_id, with_layout
 from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from tests.test_nonfinite import check_places
-from triton_kernels.epilogues import (
-    bias_epilogue,
-    group_norm_row_minimum_epilogue,
-    hardtanh_mish_group_norm_epilogue,
-)
+from triton_kernels import chains
+from triton_kernels.chain import Chain
 from triton_kernels.float32_split import LinearSplitConfig
 from triton_kernels.hopper import runs_hopper_kernels
-from triton_kernels.row_minimum import empty_tile_minimum, finish
+from triton_kernels.pointwise import ADD
+from triton_kernels.row_minimum import ROW_MINIMUM, empty_tile_minimum, finish
 
 pytestmark = [
     *gpu.MARKS,
@@ -47,9 +45,9 @@ def operand(rows, depth, order, seed):
     return torch.randn(rows, depth, generator=generator, device=DEVICE)
 
 
-def product(input, weight, parts, **arguments):
+def product(input, weight, parts, bias=None):
     output = torch.empty(input.shape[0], weight.shape[0], device=DEVICE)
-    gemm.product(input, weight, bias_epilogue, LinearSplitConfig(parts), output=output, **arguments)
+    products.product(input, weight, chains.LINEAR, LinearSplitConfig(parts), (bias,), output=output)
     return output
 
 
@@ -69,7 +67,7 @@ def test_small_products(size, orders, parts):
     bias = torch.randn(columns, device=DEVICE)
     exact = input.double() @ weight.double().T + bias.double()
     size = (input.double().abs() @ weight.double().abs().T).norm() + bias.double().norm()
-    result = product(input, weight, parts, vectors=(bias, None, None, None))
+    result = product(input, weight, parts, bias)
     assert (result.double() - exact).norm() <= TOLERANCES[parts] * size
 
 
@@ -79,18 +77,20 @@ def test_small_epilogues(parts):
     rows, depth, columns, size = 150, 200, 400, 16
     input, weight = operand(rows, depth, "depth", 0), operand(columns, depth, "depth", 1)
     vectors = tuple(torch.randn(columns, device=DEVICE) for _ in range(4))
-    config, options = LinearSplitConfig(parts), {"vectors": vectors, "scalars": (-0.5, 1.5, 1e-5), "group_size": size}
+    config, options = LinearSplitConfig(parts), {"eps": 1e-5, "group_size": size}
     exact = input.double() @ weight.double().T + vectors[0].double() + vectors[1].double()
     affine = [vector.double() for vector in vectors[2:]]
     output, saved = torch.empty(2, rows, columns, device=DEVICE)
-    gemm.product(input, weight, hardtanh_mish_group_norm_epilogue, config, output=output, saved=saved, **options)
+    chain, operands = chains.LINEAR_HARDTANH_MISH_GROUP_NORM, (*vectors[:2], (-0.5, 1.5), None, *vectors[2:])
+    products.product(input, weight, chain, config, operands, output=output, saved=saved, **options)
     normalised = torch.nn.functional.mish(exact.clamp(-0.5, 1.5))
     normalised = torch.nn.functional.group_norm(normalised, columns // size, *affine)
     assert relative_error(saved, exact) <= TOLERANCES[parts]
     assert relative_error(output, normalised) <= 4 * TOLERANCES[parts]  # small deviations are scaled up
     tiles = -(-columns // config.epilogue_columns)
     keys, winners = empty_tile_minimum(tiles, rows, size, torch.device(DEVICE), True)
-    gemm.product(input, weight, group_norm_row_minimum_epilogue, config, output=keys, saved=winners, **options)
+    chain = Chain("linear", before=(ADD,), reduction=ROW_MINIMUM)
+    products.product(input, weight, chain, config, vectors, output=keys, saved=winners, **options)
     minimum = torch.empty(1, rows, device=DEVICE)
     finish(keys, None, None, minimum, None, size)
     exact_minimum = torch.nn.functional.group_norm(exact, columns // size, *affine).amin(1)
@@ -172,9 +172,9 @@ def setting(request, monkeypatch):
 
 def test_setting_decides_on_the_parts(setting):
     input = torch.empty(1024, 1024, device=DEVICE)
-    assert not precision.library_multiplies(input, 1024)
+    assert not precision.multiplies_by_cublas(input, 1024)
     parts = {"highest": 2, "high": 1}[setting]
-    assert gemm.product_config("linear_bias", input, input) == LinearSplitConfig(parts)
+    assert products.product_config(chains.LINEAR, input, input) == LinearSplitConfig(parts)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "misaligned"])

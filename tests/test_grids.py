@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from autotune_configs import lookup
 from autotune_configs.heuristics import heuristic_group_norm_config
 from tests.accuracy import draw_grad_output, run
 from tests.chains import (
@@ -22,8 +23,7 @@ from tests.chains import (
     chain_id,
     make_arguments,
 )
-from triton_kernels import bias_pointwise, column_sums, grid, group_norm, row_minimum, row_minimum_backward
-from triton_kernels.pointwise import HARDTANH
+from triton_kernels import chains, column_sums, grid, group_norm, pointwise_pass, row_minimum, row_minimum_backward
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LIMITS = (2**31 - 1, 65535, 65535)
@@ -50,12 +50,11 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 @by_shape
-def test_bias_pointwise(grids, shape):
+def test_pointwise(grids, shape):
     matrix, vector = empty(*shape), empty(shape[1])
-    bias_pointwise.bias_pointwise(matrix, vector, HARDTANH, (-1.0, 1.0), output=matrix)
-    bias_pointwise.bias_pointwise_backward(
-        matrix, matrix, vector, HARDTANH, (-1.0, 1.0), input_gradient=matrix, bias_gradient=vector
-    )
+    arguments = (matrix, chains.BIAS_HARDTANH_MISH, (vector, (-1.0, 1.0), None))
+    pointwise_pass.pointwise(*arguments, output=matrix)
+    pointwise_pass.pointwise_backward(matrix, *arguments, input_gradient=matrix, gradients=(vector, None, None))
 
 
 @pytest.mark.parametrize("group_size", [1, 32, 8192])
@@ -64,9 +63,11 @@ def test_group_norm(grids, shape, group_size):
     rows, channels = shape[0], max(shape[1], group_size)
     matrix, vector = empty(rows, channels), empty(channels)
     config = heuristic_group_norm_config(rows, channels, group_size)
-    arguments = (matrix, channels // group_size, vector, vector, 1e-5, config)
+    groups, vectors = channels // group_size, (vector, vector, (-1.0, 1.0), None, vector, vector)
+    arguments = (matrix, groups, chains.LINEAR_HARDTANH_MISH_GROUP_NORM, vectors, 1e-5, config)
     group_norm.group_norm(*arguments, output=matrix)
-    group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, vector_gradients=(vector,) * 4)
+    gradients = (vector, vector, None, None, vector, vector)
+    group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, gradients=gradients)
 
 
 @pytest.mark.parametrize("group_size", [1, 8192])
@@ -100,6 +101,7 @@ def test_same_bits_where_an_axis_is_laid_along_two(chain, problem, monkeypatch):
     grad_output = draw_grad_output(chain, arguments)
     expected = run(chain.function, arguments, grad_output)
     monkeypatch.setattr(grid, "_MOST_ALONG_Y", 3)
+    lookup.forget()  # and the plans with the grids of before
     results = run(chain.function, arguments, grad_output)
     for name in expected:
         assert torch.equal(results[name], expected[name]), name
@@ -119,8 +121,8 @@ def test_nothing_is_stored_past_the_end(monkeypatch):
     monkeypatch.setattr(torch, "empty", guarded)
     keys, saved = row_minimum.empty_tile_minimum(5, 5, 8, CPU, save=True)
     config = group_norm.GroupNormConfig(2, 8, 2)
-    options = {"output": keys, "saved": saved, "finish": group_norm.finish_row_minimum}
-    group_norm.group_norm(torch.randn(5, 40), 5, None, None, 1e-5, config, **options)
+    chain, options = chains.LINEAR_GROUP_NORM_MIN, {"output": keys, "saved": saved}
+    group_norm.group_norm(torch.randn(5, 40), 5, chain, (None,) * 3, 1e-5, config, **options)
     column, bias_gradient = torch.arange(5, dtype=torch.int32), torch.empty(5 * 64)
     row_minimum_backward.sums_and_order(torch.randn(5 * 64, 5), column, 5, 8, bias_gradient)
     assert len(stored) > 4 and all((memory == 7).all() for memory in stored)

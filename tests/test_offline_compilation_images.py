@@ -11,14 +11,24 @@ import torch
 
 from autotune_configs.offline import compile_launches
 from ops import direct_convolution
+from ops.calls import Call
 from ops.convolution import ConvTranspose2dGeometry
 from ops.precision import FLOAT32_INPUT_PRECISION
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills
-from triton_kernels import convolution, convolution_hopper, image_copy, image_group_norm, weight_gradient_hopper
+from triton_kernels import convolution, convolution_hopper, image_copy, weight_gradient_hopper
+from triton_kernels.chain import Chain
+from triton_kernels.chains import (
+    CONV_TRANSPOSE2D_GELU_GROUP_NORM,
+    CONV_TRANSPOSE2D_GELU_TANH_GROUP_NORM,
+    GELU_GROUP_NORM,
+    GELU_TANH_GROUP_NORM,
+    GROUP_NORM_HARDTANH,
+)
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
+from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import GELU_OF, GELU_TANH, IDENTITY, identity
+from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, Pointwise, add, add_gradient, identity
 from triton_kernels.tf32 import nearest_tf32
 from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
@@ -83,26 +93,72 @@ def test_image_group_norm(dtype, direct, z_format, arch):
     stored = nearest_tf32 if direct and dtype == torch.float32 else identity
     formats = (CHANNELS_LAST, CONTIGUOUS) if direct else (z_format,)
     outputs = [images(dtype, format, size=SIZE + 2).flatten(2) for format in formats]
-    activations = (GELU_OF[dtype],) if dtype == torch.float16 else (GELU_OF[dtype], GELU_TANH)
+    chains = [CONV_TRANSPOSE2D_GELU_GROUP_NORM.of_dtype(dtype)]
+    if dtype != torch.float16:
+        chains.append(CONV_TRANSPOSE2D_GELU_TANH_GROUP_NORM)
     vector = vectors(dtype)
-    B, C, S = z.shape
-    alone = ImageNormConfig.fit(z)
-    bias_sums, *norm_sums = (torch.empty(B, alone.strips(S), C, device=META) for _ in range(3))
+    operands = (None if direct else vector, None, vector, vector)
 
     def launch():
-        for activation in activations:
-            options = {"activation": activation, "input_bias": None if direct else vector}
-            statistics = image_statistics(z, 8, 1e-5, alone, **options)
-            arguments = (statistics, vector, vector)
-            for output in outputs:
-                config = ImageNormConfig.fit(z, output)
-                image_group_norm.image_group_norm(z, *arguments, config, output=output, **options)
-            options = {**options, "norm_sums": norm_sums, "bias_sums": bias_sums, "stored": stored}
-            image_group_norm.image_group_norm_backward(z, z, *arguments, alone, input_gradient=z, **options)
+        for chain in chains:
+            pass_over(chain, z, operands, outputs, 8, stored)
 
     kernels = compile_launches(launch, arch)
-    assert len(kernels) == len(activations) * (5 + len(outputs))
+    assert len(kernels) == len(chains) * (5 + len(outputs))
     assert_fit_without_spills(kernels)
+
+
+def pass_over(chain, images, operands, outputs, num_groups, stored=identity):
+    """A group norm's passes, forward into each of ``outputs`` and backward."""
+    alone = ImageNormConfig.fit(images)
+    statistics = image_statistics(images, num_groups, 1e-5, alone, chain, operands)
+    for output in outputs:
+        config = ImageNormConfig.fit(images, output)
+        image_group_norm(images, statistics, chain, operands, config, output=output)
+    gradients = [operand if step.has_tensor else None for step, operand in zip(chain.steps, operands, strict=True)]
+    sums = empty_sums(chain, gradients, images, alone)
+    options = {"input_gradient": images, "sums": sums, "stored": stored}
+    image_group_norm_backward(images, images, statistics, chain, operands, alone, **options)
+    return sums, gradients
+
+
+ADD_IMAGE = Pointwise("add", add, add_gradient, lambda value, image: value + image, "tensor")
+#: Group norms of images and of matrices: shapes and groups. Rows of an odd number come element by element.
+GROUP_NORMS = {
+    "images": ((32, 64, 56 * 56), 8),
+    "odd-images": ((32, 512, 7 * 7), 32),
+    "few-pixels": ((32, 512, 7), 32),
+    "matrix": ((1024, 65536, 1), 4),
+    "odd-matrix": ((1024, 30000, 1), 3),
+    "one-channel": ((2, 1, 2**20), 1),
+    "huge-images": ((1, 2, 2**31), 1),
+    "huge-matrix": ((1, 2**31, 1), 1),
+}
+
+
+@by_architecture
+@pytest.mark.parametrize("name", GROUP_NORMS)
+def test_group_norm(name, arch):
+    """Indices of huge ones are 64-bit numbers. The largest images have a chain with operands everywhere, too."""
+    shape, num_groups = GROUP_NORMS[name]
+    chains = {GROUP_NORM_HARDTANH: ((-1.0, 1.0),), GELU_GROUP_NORM: (), GELU_TANH_GROUP_NORM: ()}
+    kernels = []
+    for dtype in (torch.bfloat16, torch.float32):
+        values, vector = torch.empty(shape, dtype=dtype, device=META), vectors(dtype, shape[1])
+
+        def launch(values=values, vector=vector, dtype=dtype):
+            for chain, numbers in chains.items():
+                chain = chain.of_dtype(dtype)
+                operands = (*(None for _ in chain.activation), vector, vector, *numbers)
+                add_up_sums(chain, *pass_over(chain, values, operands, [values], num_groups))
+            if name == "images":
+                chain = Chain(before=(ADD, GELU, MUL, ADD_IMAGE), after=(HARDTANH, MUL, ADD_IMAGE))
+                operands = (vector, None, vector, values, vector, None, (-1.0, 1.0), vector, values)
+                pass_over(chain, values, operands, [values], num_groups)
+
+        kernels += compile_launches(launch, arch)
+    # On compute capability 10.0, gradients of the other GELU spill that much.
+    assert_fit_without_spills(kernels, allowed_spill=16 if arch == 100 else 0)
 
 
 @by_architecture
@@ -155,7 +211,8 @@ def test_convolution(dtype, channels, format, arch):
                 config,
                 output=output,
                 partials=partials,
-                activation=GELU_OF[dtype],
+                chain=CONV_TRANSPOSE2D_GELU_GROUP_NORM.of_dtype(dtype),
+                operands=(None,) * 4,
                 input_precision=FLOAT32_INPUT_PRECISION,
             )
 
@@ -202,7 +259,8 @@ class HopperConvolution:
             self.taps,
             output=output,
             partials=partials,
-            activation=GELU_OF[dtype] if self.statistics else IDENTITY,
+            chain=CONV_TRANSPOSE2D_GELU_GROUP_NORM.of_dtype(dtype) if self.statistics else None,
+            operands=(None,) * 4,
         )
 
 
@@ -295,10 +353,12 @@ def test_direct_convolution_of_float32(format):
 def check_direct_convolution(dtype, format, arch, on_hopper):
     input = images(dtype, format)
     weight = torch.empty(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=META)
+    call = Call(CONV_TRANSPOSE2D_GELU_GROUP_NORM, (None,) * 4, (True, False, False, False), geometry=GEOMETRY)
 
     def forward():
         assert direct_convolution.takes(input, weight, GEOMETRY, True)
-        z, partials = direct_convolution.forward(input, weight, vectors(dtype), GEOMETRY, GELU_OF[dtype])
+        operands = (vectors(dtype), None, None, None)
+        z, partials = direct_convolution.forward(call, input, weight, operands)
         assert z.shape == (SAMPLES, CHANNELS, SIZE + 2, SIZE + 2) and z.stride(1) == 1
         assert direct_convolution.differentiates(z, input, GEOMETRY) == on_hopper
 

@@ -48,17 +48,17 @@ def store_sums(target, offsets, values, mask):
         tl.store(target + offsets, values, mask=mask)
 
 
-def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> tuple[torch.Tensor | None, ...]:
+def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> list[torch.Tensor | None]:
     """Buffers for sums over each of ``chunks`` chunks of rows, for ``add_up`` to add up to ``vectors`` ([C], or None).
 
     For one chunk, they are the vectors themselves.
     """
     if chunks == 1:
-        return tuple(vectors)
-    return tuple(
+        return list(vectors)
+    return [
         None if vector is None else torch.empty(chunks, vector.numel(), dtype=torch.float32, device=vector.device)
         for vector in vectors
-    )
+    ]
 
 
 def float32_partials(

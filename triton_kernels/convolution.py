@@ -4,17 +4,19 @@ output[n, o, y, x] = bias[o] + sum over ky, kx, c of
                      weight[ky, kx, o, c] * input[n, c, y + sy + ky * dy, x + sx + kx * dx]   (0 outside the image)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.chain import Chain, apply_steps, load_vectors
 from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.pointwise import IDENTITY, Pointwise
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -63,6 +65,7 @@ def convolution_kernel(
     counts,  # [N, tiles]
     means,  # [N, tiles, O]; None where no statistics are wanted
     m2s,  # [N, tiles, O]
+    operands,  # of the chain's steps
     tiles,  # of a sample's pixels
     in_channels,
     in_height,
@@ -74,7 +77,7 @@ def convolution_kernel(
     shift_x,
     dilation_y,
     dilation_x,
-    ACTIVATION: tl.constexpr,
+    CHAIN: tl.constexpr,
     TAP_ROWS: tl.constexpr,
     TAP_COLUMNS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -112,19 +115,32 @@ def convolution_kernel(
         accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
     if bias is not None:
         accumulator += tl.load(bias + o, mask=o_inside, other=0.0).to(tl.float32)[None, :]
+    if CHAIN is not None:
+        BIASES: tl.constexpr = len(CHAIN.biases)
+        NORM: tl.constexpr = BIASES + len(CHAIN.activation)
+        loaded = load_vectors(operands, o[None, :], o_inside[None, :], CHAIN)
+        accumulator = apply_steps(accumulator, loaded, CHAIN, 1, BIASES)
     values = accumulator.to(output.dtype.element_ty)
     offsets = y.to(tl.int64) * output_strides[2] + x.to(tl.int64) * output_strides[3]
     offsets = offsets[:, None] + (o.to(tl.int64) * output_strides[1])[None, :]
     tl.store(output + sample * output_strides[0] + offsets, values, mask=pixel_inside[:, None] & o_inside[None, :])
     if means is not None:
         count = tl.minimum(out_height * out_width - first, BLOCK_PIXELS)
-        activated = tl.where(pixel_inside[:, None], ACTIVATION(values.to(tl.float32), 0.0, 0.0), 0.0)
+        activated = apply_steps(values.to(tl.float32), loaded, CHAIN, BIASES, NORM)
+        activated = tl.where(pixel_inside[:, None], activated, 0.0)
         mean = tl.sum(activated, 0) / count
         centred = tl.where(pixel_inside[:, None], activated - mean[None, :], 0.0)
         target = tl.program_id(0).to(tl.int64) * out_channels + o
         tl.store(means + target, mean, mask=o_inside)
         tl.store(m2s + target, tl.sum(centred * centred, 0), mask=o_inside)
         tl.store(counts + tl.program_id(0), tl.cast(count, tl.float32))
+
+
+def check_statistics(chain: Chain, operands: Sequence[Any]) -> None:
+    """Whether a convolution can compute the statistics of the chain's norm: tensors before it have other tiles."""
+    for step, operand in zip(chain.steps[: len(chain.steps) - len(chain.last)], operands, strict=False):
+        if step.operand == "tensor" and operand is not None:
+            raise NotImplementedError(f"statistics of {step.name} with a tensor; image_statistics computes them")
 
 
 def convolution(
@@ -136,17 +152,21 @@ def convolution(
     *,
     output: torch.Tensor,
     partials: PartialStatistics | None = None,
-    activation: Pointwise = IDENTITY,
+    chain: Chain | None = None,
+    operands: Sequence[Any] = (),
     input_precision: str = "ieee",
 ) -> None:
-    """Write the convolution to ``output`` [N, O, OH, OW], and its activation's statistics to ``partials``, if given.
+    """Write the convolution to ``output`` [N, O, OH, OW] and, if given, the statistics for a norm to ``partials``.
 
     ``input`` [N, C, H, W] and ``output`` may have any strides. ``weight`` is [KH, KW, O, C] in the input's dtype, and
-    contiguous. ``partials`` are over tiles of ``config.block_pixels``. ``input_precision`` is ``tl.dot``'s.
+    contiguous. ``partials`` are over tiles of ``config.block_pixels``, and of what the norm of ``chain`` takes; with
+    ``operands``, the first of which is ``bias``, its further biases are added too. ``input_precision`` is ``tl.dot``'s.
     """
     N, channels, height, width = output.shape
     if output.numel() == 0:
         return
+    if chain is not None:
+        check_statistics(chain, operands)
     tiles = config.tiles(height * width)
     launch(
         convolution_kernel,
@@ -161,6 +181,7 @@ def convolution(
         None if partials is None else partials.counts,
         None if partials is None else partials.means,
         None if partials is None else partials.m2s,
+        tuple(operands),
         tiles,
         *input.shape[1:],
         channels,
@@ -168,13 +189,14 @@ def convolution(
         width,
         *convolution.shift,
         *convolution.dilation,
-        ACTIVATION=activation.function,
+        CHAIN=chain,
         TAP_ROWS=convolution.kernel_size[0],
         TAP_COLUMNS=convolution.kernel_size[1],
         INPUT_PRECISION=input_precision,
         BLOCK_PIXELS=config.block_pixels,
         BLOCK_O=config.block_o,
         BLOCK_C=config.block_c,
+        config=config,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -15,11 +15,13 @@ run the same epilogue share them. A program keeps the weights of its 64 channels
 a box of image rows with a halo is copied. The tap rows read that box at offsets of whole swizzle atoms (8 pixels of 128
 bytes, 1024 bytes).
 
-Each thread keeps its own statistics in registers from tile to tile of a sample. They are merged at the sample's end.
+Each thread keeps its own statistics (``slot_statistics``) from tile to tile of a sample.
 """
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -33,7 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton_kernels.convolution import StrideOneConvolution
+from triton_kernels.chain import Chain, apply_steps, load_vectors
+from triton_kernels.convolution import StrideOneConvolution, check_statistics
 from triton_kernels.convolution_tiling import (
     CHANNELS,
     WIDEST_HALO,
@@ -48,8 +51,15 @@ from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_convolutions, takes_input
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
-from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.pointwise import IDENTITY, Pointwise
+from triton_kernels.launch import call, launch, wait_for_launch_before
+from triton_kernels.slot_statistics import (
+    by_slot,
+    merged_statistics,
+    over_slots,
+    slot_statistics,
+    slot_sums,
+    store_statistics,
+)
 from triton_kernels.tf32 import round_to_tf32
 
 
@@ -137,91 +147,20 @@ def rounded(values, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def by_slot(values):
-    """[64, pixels] viewed as [64, halves, 16, 4, 2]: warpgroup, then 16 pairs of pixels of each of 4 threads."""
-    return values.reshape([64, values.shape[1] // 128, 16, 4, 2])
-
-
-@gluon.jit
-def slot_sums(values):
-    """Sums [64, halves, 4] over each thread's own pixels. No data moves between threads."""
-    return gl.sum(gl.sum(values, 4), 2)
-
-
-@gluon.jit
-def spread(slots):
-    """[64, halves, 4] in a shape that broadcasts with ``by_slot``."""
-    return gl.expand_dims(gl.expand_dims(slots, 2), 4)
-
-
-@gluon.jit
-def slot_statistics(values, inside, MASKED: gl.constexpr):
-    """Count, mean and M2 of each slot's values, those ``inside`` only."""
-    if MASKED:
-        count = slot_sums(gl.where(inside, 1.0, 0.0))
-        divisor = gl.maximum(count, 1.0)
-        mean = slot_sums(gl.where(inside, values, 0.0)) / divisor
-        centred = gl.where(inside, values - spread(mean), 0.0)
-        # Where the count is no power of two, the mean is rounded; this corrects it.
-        correction = slot_sums(centred) / divisor
-        mean += correction
-        centred = gl.where(inside, centred - spread(correction), 0.0)
-    else:
-        mean = slot_sums(values) * (1.0 / 32.0)
-        count = gl.full(mean.shape, 32.0, gl.float32, layout=mean.type.layout)
-        centred = values - spread(mean)
-    return count, mean, slot_sums(centred * centred)
-
-
-@gluon.jit
-def merged_statistics(count, mean, m2, other_count, other_mean, other_m2):
-    """Count, mean and M2 of two sets together (Chan, Golub and LeVeque). The first or both may be empty."""
-    total = count + other_count
-    share = other_count / gl.maximum(total, 1.0)
-    away = other_mean - mean
-    return total, mean + away * share, m2 + other_m2 + (away * (count * share)) * away
-
-
-@gluon.jit
-def over_slots(count, mean, m2):
-    """Count, mean and M2 [64, halves] of all threads' slots together. The mean of nothing is 0."""
-    total = gl.sum(count, 2)
-    divisor = gl.maximum(total, 1.0)
-    centre = gl.sum(count * mean, 2) / divisor
-    away = mean - gl.expand_dims(centre, 2)
-    correction = gl.sum(count * away, 2) / divisor  # of the mean's rounding
-    away -= gl.expand_dims(correction, 2)
-    return total, centre + correction, gl.sum(m2 + count * (away * away), 2)
-
-
-@gluon.jit
-def store_statistics(partials, place, block, channels, statistics):
-    """Store the statistics [64, halves] of the channels from ``block`` on, in the rows from ``place`` on."""
-    counts, means, m2s = partials
-    count, mean, m2 = statistics
-    LAYOUT: gl.constexpr = count.type.layout
-    channel = gl.expand_dims(block + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    row = place + gl.expand_dims(gl.arange(0, count.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
-    inside = (channel < channels) & (row >= 0)
-    gl.store(counts + row + channel * 0, count, mask=inside & (channel == block))
-    gl.store(means + row * channels + channel, mean, mask=inside)
-    gl.store(m2s + row * channels + channel, m2, mask=inside)
-
-
-@gluon.jit
 def multiply(
     output,
     output_strides,
     staged,
     bias,
     partials,
+    operands,
     memory,
     barriers,
     tiles,
     places,
     size,
     CONSUMER: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    CHAIN: gl.constexpr,
     UNITS: gl.constexpr,
     WIDTH_UNIT: gl.constexpr,
     TILING: gl.constexpr,
@@ -248,6 +187,12 @@ def multiply(
     shift = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, ACCUMULATOR))
     if bias is not None:
         shift = gl.load(bias + channel, mask=channel < channels, other=0.0).to(gl.float32)
+    shift = gl.expand_dims(shift, 1)
+    if CHAIN is not None:
+        BIASES: gl.constexpr = len(CHAIN.biases)
+        NORM: gl.constexpr = BIASES + len(CHAIN.activation)
+        operands = load_vectors(operands, gl.expand_dims(channel, 1), gl.expand_dims(channel < channels, 1), CHAIN)
+        shift = apply_steps(shift, operands, CHAIN, 1, BIASES)
     pixel = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, ACCUMULATOR))
     row, column = pixel // TILING.columns, pixel % TILING.columns
     nothing = slot_sums(by_slot(gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)))
@@ -260,7 +205,7 @@ def multiply(
         y, x = tile_y * TILING.rows, tile_x * TILING.columns
         accumulator = gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)
         if BITS == 16:
-            accumulator += gl.expand_dims(shift, 1)
+            accumulator += shift
         # The consumers multiply in the order of the tiles. That is the order of the boxes, and keeps epilogues apart.
         mbarrier.wait(turns.index(CONSUMER), turn)
         for part in range(TURNS):
@@ -281,7 +226,7 @@ def multiply(
         mbarrier.arrive(empty.index((box_count + TILING.stages - 1) % TILING.stages), count=1)
         box_count += TURNS
         if BITS == 32:  # with a large bias in the sum the products would lose precision: the tensor cores truncate it
-            accumulator += gl.expand_dims(shift, 1)
+            accumulator += shift
         values = rounded(accumulator, output.dtype.element_ty)
         rows = gl.minimum(height - y, TILING.rows)
         columns = gl.minimum(width - x, TILING.columns)
@@ -304,7 +249,7 @@ def multiply(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(staged, [n, y, x, block], box)
         if partials is not None:
-            activated = by_slot(ACTIVATION(values.to(gl.float32), 0.0, 0.0))
+            activated = by_slot(apply_steps(values.to(gl.float32), operands, CHAIN, BIASES, NORM))
             if BITS == 16 and rows * columns == PIXELS:
                 more = slot_statistics(activated, None, False)
             else:
@@ -333,12 +278,13 @@ def convolution_kernel(
     output_strides,  # in units of UNITS
     staged,  # the same as a descriptor of a tile, where results go through shared memory; or None
     partials,  # counts [N, places], means and m2s [N, places, O]; None where no statistics are wanted
+    operands,  # of the chain's steps
     tiles,  # of all samples and blocks of 64 channels
     places,  # tile rows and columns of a sample, blocks of 64 channels
     size,  # O, OH, and OW in units of WIDTH_UNIT
     first_tap,  # its row and column in the image, less those of the output's pixel
     dilation_x,
-    ACTIVATION: gl.constexpr,
+    CHAIN: gl.constexpr,
     UNITS: gl.constexpr,
     WIDTH_UNIT: gl.constexpr,
     TILING: gl.constexpr,
@@ -380,12 +326,12 @@ def convolution_kernel(
     gl.warp_specialize(
         [
             (multiply, (
-                output, output_strides, staged, bias, partials, memory, barriers, tiles, places, size,
-                0, ACTIVATION, UNITS, WIDTH_UNIT, TILING,
+                output, output_strides, staged, bias, partials, operands, memory, barriers, tiles, places, size,
+                0, CHAIN, UNITS, WIDTH_UNIT, TILING,
             )),
             (multiply, (
-                output, output_strides, staged, bias, partials, memory, barriers, tiles, places, size,
-                1, ACTIVATION, UNITS, WIDTH_UNIT, TILING,
+                output, output_strides, staged, bias, partials, operands, memory, barriers, tiles, places, size,
+                1, CHAIN, UNITS, WIDTH_UNIT, TILING,
             )),
             (copy_in, (input, halo, weight, memory, barriers, tiles, places, first_tap, dilation_x, TILING)),
         ],
@@ -445,20 +391,24 @@ def convolution_hopper(
     *,
     output: torch.Tensor,
     partials: PartialStatistics | None = None,
-    activation: Pointwise = IDENTITY,
+    chain: Chain | None = None,
+    operands: Sequence[Any] = (),
 ) -> None:
-    """Write the convolution to ``output`` [N, O, OH, OW], and its activation's statistics to ``partials``, if given.
+    """Write the convolution to ``output`` [N, O, OH, OW] and, if given, the statistics for a norm to ``partials``.
 
     ``input`` [N, C, H, W] and ``output`` must be as ``supports`` says. ``weight`` is [KH, KW, O, C] in the input's
     dtype. A float32 input must hold TF32 numbers; the weight is rounded to TF32 here. ``partials`` are
-    ``partial_count`` per sample.
+    ``partial_count`` per sample, of what the norm of ``chain`` takes; with ``operands``, the first of which is
+    ``bias``, its further biases are added too.
     """
+    if chain is not None:
+        check_statistics(chain, operands)
     tiling = tiling_for(input, output, convolution, partials is not None)
     N, channels, height, width = output.shape
     places = *tiling.tiles(height, width), blocks_of(channels, CHANNELS)
     tiles = N * math.prod(places)
     step = channels_a_step(input)
-    packed = _packed(weight, step)
+    packed = call(_packed, weight, step)
     sample_stride, channel_stride, _, pixel_stride = output.stride()
     strides, units = strides_in_units((sample_stride, channel_stride, pixel_stride))
     launch(
@@ -473,14 +423,16 @@ def convolution_hopper(
         strides,
         _descriptor(output, tiling.rows, tiling.columns, CHANNELS) if is_staged(output) else None,
         None if partials is None else (partials.counts, partials.means, partials.m2s),
+        tuple(operands),
         tiles,
         places,
         (channels, height, width // size_unit(width)),
         convolution.shift,
         convolution.dilation[1],
-        ACTIVATION=activation.function,
+        CHAIN=chain,
         UNITS=units,
         WIDTH_UNIT=size_unit(width),
         TILING=tiling,
+        config=tiling,
         num_warps=tiling.pixels // 32,
     )

@@ -1,6 +1,9 @@
 """What launchers need to know of a tensor's device."""
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -20,6 +23,28 @@ _INTERPRETED_MULTIPROCESSORS = 3
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 
 
+class _Thread(threading.local):
+    device: torch.device | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def standing_for(device: torch.device | None) -> Iterator[None]:
+    """Within this context, this thread's tensors of the "meta" device stand for ones on ``device``, or for none."""
+    before, _thread.device = _thread.device, device
+    try:
+        yield
+    finally:
+        _thread.device = before
+
+
+def meant(device: torch.device) -> torch.device:
+    """The device, or the one that "meta" stands for."""
+    return _thread.device if device.type == "meta" and _thread.device is not None else device
+
+
 @functools.cache
 def _cuda_properties(index: int):
     return torch.cuda.get_device_properties(index)
@@ -28,18 +53,21 @@ def _cuda_properties(index: int):
 def multiprocessor_count(device: torch.device) -> int:
     """Number of multiprocessors. For tensors that are not on a GPU (interpreter, offline compilation), a fixed
     number."""
-    return (
-        _cuda_properties(device.index).multi_processor_count if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
-    )
+    device = meant(device)
+    if device.type == "cuda":
+        return _cuda_properties(device.index).multi_processor_count
+    return _INTERPRETED_MULTIPROCESSORS
 
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the device's type where there is no GPU."""
+    device = meant(device)
     return _cuda_properties(device.index).name if device.type == "cuda" else device.type
 
 
 def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
+    device = meant(device)
     if device.type == "cuda":
         return _cuda_properties(device.index).shared_memory_per_block_optin
     return SHARED_MEMORY[architecture(device)]
@@ -47,6 +75,7 @@ def shared_memory_limit(device: torch.device) -> int:
 
 def architecture(device: torch.device) -> int:
     """Compute capability as one number: 90 for 9.0. In the interpreter it is 90."""
+    device = meant(device)
     if device.type == "cuda":
         properties = _cuda_properties(device.index)
         return 10 * properties.major + properties.minor

@@ -1,14 +1,11 @@
-"""Epilogues of ``linear_kernel``: what is done with a tile of input @ weight.T while it is in registers.
-
-Each is a jit function of (accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE, DTYPE):
+"""The epilogue of ``linear_kernel``: a chain on a tile of input @ weight.T while it is in registers.
 
 - accumulator: [BLOCK_M, BLOCK_N] in float32, at place = (row, column, M, N)
 - output, saved: where the results go, stored by STORE; saved is None where nothing is kept for the backward pass
+- operands: one a step of CHAIN; vectors are pointers to [N], tensors to contiguous [M, N], in their own dtypes
 - INDICES: makes 0, 1, ..., which Triton and Gluon do differently (``triton_kernels.linear.indices``). All else that is
   used here they have in common, so both kinds of kernel share these functions
-- vectors: (linear_bias, bias, norm_weight, norm_bias), pointers to [N]; each may be None and then counts as 0, 0, 1, 0
-- scalars: (min_val, max_val, eps)
-- DTYPE: that of the operands, and so of z = input @ weight.T + linear_bias + bias wherever it is stored
+- DTYPE: that of the matrices, and so of z = input @ weight.T + biases wherever it is stored
 """
 
 import triton
@@ -16,8 +13,6 @@ import triton.language as tl
 
 from triton_kernels.device import INTERPRETED
 from triton_kernels.group_statistics import normalize_groups
-from triton_kernels.pointwise import hardtanh, hardtanh_mish
-from triton_kernels.row_minimum import store_row_minimum
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -60,96 +55,116 @@ def overflow(z, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_biases(accumulator, place, vectors, INDICES: tl.constexpr):
-    """z = accumulator + (linear_bias + bias)"""
-    linear_bias, bias, norm_weight, norm_bias = vectors
-    BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = accumulator
-    if linear_bias is not None:
-        total = widen(load_columns(linear_bias, place, BLOCK_N, INDICES))
-        if bias is not None:
-            total += widen(load_columns(bias, place, BLOCK_N, INDICES))
-        z += tl.expand_dims(total, 0)
-    elif bias is not None:
-        z += tl.expand_dims(widen(load_columns(bias, place, BLOCK_N, INDICES)), 0)
-    return z
+def load_tile(pointer, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDICES: tl.constexpr):
+    """A tile of a contiguous [M, N] matrix in float32; zeros outside."""
+    row, column, M, N = place
+    rows = tl.expand_dims(INDICES(ROWS), 1)
+    columns = tl.expand_dims(INDICES(COLUMNS), 0)
+    corner = pointer + row.to(tl.int64) * N + column
+    inside = (rows < M - row) & (columns < N - column)
+    return tl.load(corner + rows.to(tl.int64) * N + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def group_norm_tile(
-    tile, place, vectors, eps, INDICES: tl.constexpr, GROUP_SIZE: tl.constexpr, OUTSIDE: tl.constexpr = 0.0
+def apply_to_tile(
+    tile,
+    place,
+    operands,
+    CHAIN: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    INDICES: tl.constexpr,
+    OUTSIDE: tl.constexpr = 0.0,
 ):
-    """Group norm of each row of a tile that holds whole groups.
+    """What the steps FIRST to END make of a tile. Past the last column, added vectors count as OUTSIDE.
 
-    Returns the result [rows, columns], the same before weight and bias [rows, groups, GROUP_SIZE], and the reciprocal
-    standard deviations [rows, groups]. Past the last column the norm's bias, if there is one, counts as OUTSIDE.
+    Vectors that are added one after the other are added up first: an addition a column, not one a value.
     """
-    linear_bias, bias, norm_weight, norm_bias = vectors
     BLOCK_N: tl.constexpr = tile.shape[1]
-    groups = tl.reshape(tile, (tile.shape[0], BLOCK_N // GROUP_SIZE, GROUP_SIZE))
-    normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
-    y = tl.reshape(normalized, tile.shape)
-    if norm_weight is not None:
-        # Not widened: a thread holds its weights while the bias is exchanged, and two 16-bit ones share a register.
-        y *= tl.expand_dims(load_columns(norm_weight, place, BLOCK_N, INDICES).to(tl.float32), 0)
-    if norm_bias is not None:
-        y += tl.expand_dims(widen(load_columns(norm_bias, place, BLOCK_N, INDICES, OUTSIDE)), 0)
-    return y, normalized, rstd
+    shift = None
+    for i in tl.static_range(FIRST, END):
+        if CHAIN.steps[i].adds_vector:
+            if operands[i] is not None:
+                vector = widen(load_columns(operands[i], place, BLOCK_N, INDICES, OUTSIDE))
+                if shift is None:
+                    shift = vector
+                else:
+                    shift += vector
+        else:
+            if shift is not None:
+                tile += tl.expand_dims(shift, 0)
+                shift = None
+            if not CHAIN.steps[i].has_tensor:
+                tile = CHAIN.steps[i].function(tile, operands[i])
+            elif operands[i] is not None:
+                if CHAIN.steps[i].operand == "vector":
+                    # Not widened: a thread holds these values while the next vector is exchanged, and two 16-bit ones
+                    # share a register.
+                    vector = load_columns(operands[i], place, BLOCK_N, INDICES).to(tl.float32)
+                    tile = CHAIN.steps[i].function(tile, tl.expand_dims(vector, 0))
+                else:
+                    other = load_tile(operands[i], place, tile.shape[0], BLOCK_N, INDICES)
+                    tile = CHAIN.steps[i].function(tile, other)
+    if shift is not None:
+        tile += tl.expand_dims(shift, 0)
+    return tile
 
 
 @triton.jit
-def bias_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
+def chain_epilogue(
+    accumulator,
+    place,
+    output,
+    saved,
+    operands,
+    eps,
+    STORE,
+    INDICES,
+    CHAIN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """output = accumulator + linear_bias + bias"""
-    STORE(output, place, add_biases(accumulator, place, vectors, INDICES))
-
-
-@triton.jit
-def hardtanh_mish_group_norm_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
-):
-    """output = group_norm(mish(hardtanh(z))), saved = z, with z = accumulator + linear_bias + bias"""
-    min_val, max_val, eps = scalars
-    z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
-    if saved is not None:
-        STORE(saved, place, z)
-    y, normalized, rstd = group_norm_tile(hardtanh_mish(z, min_val, max_val), place, vectors, eps, INDICES, GROUP_SIZE)
-    STORE(output, place, y)
-
-
-@triton.jit
-def group_norm_hardtanh_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
-):
-    """output = hardtanh(group_norm(z)), saved = z, with z = accumulator + linear_bias + bias"""
-    min_val, max_val, eps = scalars
-    z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
-    if saved is not None:
-        STORE(saved, place, z)
-    y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE)
-    STORE(output, place, hardtanh(y, min_val, max_val))
-
-
-@triton.jit
-def group_norm_row_minimum_epilogue(
-    accumulator, place, output, saved, vectors, scalars, STORE, INDICES, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr
-):
-    """output, saved = this tile's part of the row minimum of group_norm(accumulator + linear_bias + bias)"""
-    min_val, max_val, eps = scalars
+    """output = the chain's result for this tile. saved = z or, with a reduction, what that keeps."""
     row, column, M, N = place
     BLOCK_N: tl.constexpr = accumulator.shape[1]
-    z = overflow(add_biases(accumulator, place, vectors, INDICES), DTYPE)
-    y, normalized, rstd = group_norm_tile(z, place, vectors, eps, INDICES, GROUP_SIZE, float("inf"))
-    y = tl.reshape(y, normalized.shape)
-    # Past the last column the norm's bias makes y infinite, so no mask is needed. (Where the input's row is not finite,
-    # y stays NaN there, but then all of that row is NaN.) Without a bias a mask is needed. Where something is saved, a
-    # mask spills fewer registers.
-    inside = None
-    if vectors[3] is None or saved is not None:
-        inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
-    tile = column // BLOCK_N
-    row = tl.where(column < N, row, M)  # a strip past the last column has no tile to store
-    store_row_minimum(
-        y, normalized, rstd, inside, row, column // GROUP_SIZE, tile, M, output, saved, INDICES, GROUP_SIZE
-    )
+    BIASES: tl.constexpr = len(CHAIN.biases)
+    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
+    # A reduction has no use for what is past the last column, and the norm's bias hides it there.
+    HIDES: tl.constexpr = CHAIN.reduction is not None
+    OUTSIDE: tl.constexpr = float("inf") if HIDES else 0.0
+    tile = apply_to_tile(accumulator, place, operands, CHAIN, 0, len(CHAIN.biases), INDICES)
+    if CHAIN.norm != "":
+        tile = overflow(tile, DTYPE)
+    if saved is not None and not HIDES:
+        STORE(saved, place, tile)
+    tile = apply_to_tile(tile, place, operands, CHAIN, BIASES, NORM, INDICES)
+    if CHAIN.norm != "":
+        groups = tl.reshape(tile, (tile.shape[0], BLOCK_N // GROUP_SIZE, GROUP_SIZE))
+        normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
+        tile = tl.reshape(normalized, tile.shape)
+    tile = apply_to_tile(tile, place, operands, CHAIN, NORM, len(CHAIN.steps), INDICES, OUTSIDE)
+    if HIDES:
+        y = tl.reshape(tile, normalized.shape)
+        # Past the last column the norm's bias makes y infinite, so no mask is needed. (Where the input's row is not
+        # finite, y stays NaN there, but then all of that row is NaN.) Without a bias a mask is needed. Where something
+        # is saved, a mask spills fewer registers.
+        inside = None
+        if operands[NORM + 1] is None or saved is not None:
+            inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
+        row = tl.where(column < N, row, M)  # a strip past the last column has no tile to store
+        CHAIN.reduction.store(
+            y,
+            normalized,
+            rstd,
+            inside,
+            row,
+            column // GROUP_SIZE,
+            column // BLOCK_N,
+            M,
+            output,
+            saved,
+            INDICES,
+            GROUP_SIZE,
+        )
+    else:
+        STORE(output, place, tile)

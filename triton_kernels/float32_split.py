@@ -119,7 +119,7 @@ def split_kernel(
     high,  # [ROWS, DEPTH] float16, strides as below
     low,  # likewise, or None
     scale,  # [ROWS] float32
-    any_left,  # [1] int32: set to 1 where a row gets no scale
+    any_rest,  # [1] int32: set to 1 where a row gets no scale
     ROWS,
     DEPTH,
     row_stride,
@@ -164,13 +164,13 @@ def split_kernel(
     left = tl.max(left, 1)
     down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     tl.store(scale + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
-    tl.atomic_max(any_left + rows * 0, left, mask=left > 0)
+    tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
 
 
-def split(operand: torch.Tensor, parts: int, any_left: torch.Tensor) -> SplitOperand:
+def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOperand:
     """Split a float32 matrix [rows, depth], of any strides, into 1 or 2 parts.
 
-    ``any_left`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise.
+    ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise.
     """
     rows, depth = operand.shape
     by_rows = operand.stride(0) < operand.stride(1)
@@ -194,7 +194,7 @@ def split(operand: torch.Tensor, parts: int, any_left: torch.Tensor) -> SplitOpe
         high,
         low,
         scale,
-        any_left,
+        any_rest,
         rows,
         depth,
         *operand.stride(),

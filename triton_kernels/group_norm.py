@@ -1,22 +1,32 @@
 """Group norm of matrices whose groups fit one program's registers: one pass forward, one pass backward.
 
 Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G,
-BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. One pointwise function may come before
-the norm (ACTIVATION), and one after it (FINAL).
+BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. CHAIN is all that is done with them;
+the product's bias is among its operands only where it is not in the values yet.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.column_sums import add_up, empty_partials, store_sums
+from triton_kernels.chain import (
+    Chain,
+    add_gradients,
+    apply_steps,
+    load_tensors,
+    load_vectors,
+    no_sums,
+    steps_gradient,
+    store_gradients,
+)
+from triton_kernels.column_sums import add_up, store_sums
 from triton_kernels.grid import blocks_of, grid_of, indices, next_power_of_2, second_place
-from triton_kernels.group_statistics import load_affine, normalize_groups
+from triton_kernels.group_statistics import normalize_groups
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.pointwise import IDENTITY, Pointwise
-from triton_kernels.row_minimum import store_row_minimum
 
 #: The widest group that one program holds in registers.
 WIDEST_GROUP = 8192
@@ -72,115 +82,100 @@ def normalize_tile(values, real, eps, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def finish_matrix(y, normalized, rstd, real, offsets, inside, place, output, saved, GROUP_SIZE: tl.constexpr):
-    """output = the normalised matrix."""
-    tl.store(output + offsets, y.to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def finish_row_minimum(y, normalized, rstd, real, offsets, inside, place, output, saved, GROUP_SIZE: tl.constexpr):
-    """output, saved = this tile's part of the row minimum; see ``row_minimum``."""
-    row, group, tile, M = place
-    store_row_minimum(y, normalized, rstd, real, row, group, tile, M, output, saved, indices, GROUP_SIZE)
-
-
-@triton.jit
 def group_norm_kernel(
     input,  # [M, C]
-    norm_weight,  # [C] or None
-    norm_bias,  # [C] or None
+    operands,  # of the chain's steps
     output,
     saved,
     M,
     num_groups,
-    min_val,
-    max_val,
     eps,
-    ACTIVATION: tl.constexpr,
-    FINAL: tl.constexpr,
-    FINISH: tl.constexpr,
+    CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """FINISH(FINAL(group_norm(ACTIVATION(input))))"""
+    """output = CHAIN of the input; with a reduction, output and saved are this tile's part of it."""
     wait_for_launch_before()
+    BIASES: tl.constexpr = len(CHAIN.biases)
+    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     row = tl.program_id(0) * BLOCK_M
     tile = second_place()
     group = tile * BLOCK_G
     columns, real, offsets, inside = place_tile(row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP)
-    weight, shift = load_affine(norm_weight, norm_bias, columns, real)
+    loaded = load_vectors(operands, columns, real, CHAIN)
+    loaded = load_tensors(loaded, offsets, inside, CHAIN)
     z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
-    normalized, rstd = normalize_tile(ACTIVATION(z, min_val, max_val), real, eps, GROUP_SIZE)
-    y = FINAL(normalized * weight + shift, min_val, max_val)
-    row = tl.where(group < num_groups, row, M)  # past the last group there is no tile to store
-    FINISH(y, normalized, rstd, real, offsets, inside, (row, group, tile, M), output, saved, GROUP_SIZE)
+    z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
+    normalized, rstd = normalize_tile(apply_steps(z, loaded, CHAIN, BIASES, NORM), real, eps, GROUP_SIZE)
+    y = apply_steps(normalized, loaded, CHAIN, NORM, len(CHAIN.steps))
+    if CHAIN.reduction is not None:
+        row = tl.where(group < num_groups, row, M)  # past the last group there is no tile to store
+        CHAIN.reduction.store(y, normalized, rstd, real, row, group, tile, M, output, saved, indices, GROUP_SIZE)
+    else:
+        tl.store(output + offsets, y.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def group_norm_backward_kernel(
     output_gradient,  # [M, C]
     input,  # [M, C]
-    norm_weight,  # [C] or None
-    norm_bias,  # [C] or None
+    operands,  # of the chain's steps
     input_gradient,  # [M, C]
-    sums,  # four of [chunks, C] or None: sums over a chunk's rows of dy * normalized, of dy, of input_gradient twice
+    bias_sums,  # of input_gradient over a chunk's rows: one of [chunks, C] or None for each of the chain's biases
+    targets,  # of the other operands' gradients: likewise for vectors, [M, C] for tensors
     M,
     num_groups,
-    min_val,
-    max_val,
     eps,
     rows_per_program,
-    ACTIVATION: tl.constexpr,
-    ACTIVATION_GRADIENT: tl.constexpr,
-    FINAL_GRADIENT: tl.constexpr,
+    CHAIN: tl.constexpr,
+    KINDS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """input_gradient of FINAL(group_norm(ACTIVATION(input))), and the column sums, in one pass.
+    """input_gradient of CHAIN, and the gradients of its operands, in one pass. KINDS says what ``targets`` are.
 
-    With a = ACTIVATION(input), x = (a - mean) * rstd and g = weight * dy (Wu and He, Group Normalization, 2018): da =
-    rstd * (g - mean(g) - x * mean(g * x)), with means over each group.
+    With a the value before the norm, x = (a - mean) * rstd and dx the gradient at x (Wu and He, Group Normalization,
+    2018): da = rstd * (dx - mean(dx) - x * mean(dx * x)), with means over each group.
     """
     wait_for_launch_before()
+    BIASES: tl.constexpr = len(CHAIN.biases)
+    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     chunk = tl.program_id(0)
     group = second_place() * BLOCK_G
     input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
-    weight_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
-    shift_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
+    sums = no_sums(input_sum, KINDS)
     first_row = chunk * rows_per_program
     columns, real, offsets, inside = place_tile(
         first_row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
     )
-    weight, shift = load_affine(norm_weight, norm_bias, columns, real)
+    vectors = load_vectors(operands, columns, real, CHAIN)
     for row in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
         columns, real, offsets, inside = place_tile(
             row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
         )
+        loaded = load_tensors(vectors, offsets, inside, CHAIN)
         z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+        z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
         dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-        normalized, rstd = normalize_tile(ACTIVATION(z, min_val, max_val), real, eps, GROUP_SIZE)
-        dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
-        scaled = dy * weight
-        mean = tl.expand_dims(tl.sum(scaled, 2) / GROUP_SIZE, 2)
-        projection = tl.expand_dims(tl.sum(scaled * normalized, 2) / GROUP_SIZE, 2)
-        dz = tl.expand_dims(rstd, 2) * (scaled - mean - normalized * projection)
-        dz = ACTIVATION_GRADIENT(dz, z, min_val, max_val)
+        normalized, rstd = normalize_tile(apply_steps(z, loaded, CHAIN, BIASES, NORM), real, eps, GROUP_SIZE)
+        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, NORM, len(CHAIN.steps))
+        mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
+        projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
+        dz = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)
+        dz, of_activation = steps_gradient(dz, z, loaded, CHAIN, BIASES, NORM)
         tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
         input_sum += tl.where(inside, dz, 0.0)
-        weight_sum += tl.where(inside, dy * normalized, 0.0)
-        shift_sum += tl.where(inside, dy, 0.0)
-    C = num_groups * GROUP_SIZE
+        sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, KINDS)
     columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
-    target = chunk.to(tl.int64) * C + columns
-    store_sums(sums[0], target, tl.sum(weight_sum, 0), real)
-    store_sums(sums[1], target, tl.sum(shift_sum, 0), real)
-    store_sums(sums[2], target, tl.sum(input_sum, 0), real)
-    store_sums(sums[3], target, tl.sum(input_sum, 0), real)
+    place = chunk.to(tl.int64) * (num_groups * GROUP_SIZE) + columns
+    for i in tl.static_range(BIASES):
+        store_sums(bias_sums[i], place, tl.sum(input_sum, 0), real)
+    store_gradients(sums, targets, place, real, KINDS)
 
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
@@ -191,19 +186,18 @@ def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int
 def group_norm(
     input: torch.Tensor,
     num_groups: int,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
+    chain: Chain,
+    operands: Sequence[Any],
     eps: float,
     config: GroupNormConfig,
     *,
     output: torch.Tensor,
     saved: tuple[torch.Tensor, ...] | None = None,
-    activation: Pointwise = IDENTITY,
-    final: Pointwise = IDENTITY,
-    bounds: tuple[float, float] = (0.0, 0.0),
-    finish: triton.runtime.JITFunction = finish_matrix,
 ) -> None:
-    """output [M, C] = final(group_norm(activation(input))) for contiguous ``input``, or what ``finish`` makes of it."""
+    """output = the chain of ``input`` [M, C], contiguous; ``operands`` has one entry a step.
+
+    With a reduction, ``output`` and ``saved`` are what it stores of each of ``column_tiles`` tiles.
+    """
     M, C = input.shape
     if M == 0:
         return
@@ -213,19 +207,16 @@ def group_norm(
         grid_of(blocks_of(M, config.block_m), column_tiles(C, group_size, config)),
         input.device,
         input,
-        norm_weight,
-        norm_bias,
+        tuple(operands),
         output,
         saved,
         M,
         num_groups,
-        *bounds,
         eps,
-        ACTIVATION=activation.function,
-        FINAL=final.function,
-        FINISH=finish,
+        CHAIN=chain,
         GROUP_SIZE=group_size,
         **config.blocks(group_size),
+        config=config,
         num_warps=config.num_warps,
     )
 
@@ -234,33 +225,24 @@ def group_norm_backward(
     output_gradient: torch.Tensor,
     input: torch.Tensor,
     num_groups: int,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
+    chain: Chain,
+    operands: Sequence[Any],
     eps: float,
     config: GroupNormConfig,
     *,
     input_gradient: torch.Tensor,
-    vector_gradients: tuple[torch.Tensor | None, ...],
-    activation: Pointwise = IDENTITY,
-    final: Pointwise = IDENTITY,
-    bounds: tuple[float, float] = (0.0, 0.0),
+    gradients: Sequence[torch.Tensor | None],
 ) -> None:
     """Gradients of ``group_norm``. All matrices are [M, C] and contiguous.
 
-    ``vector_gradients`` are four vectors [C] of any float dtype, or None where not wanted. They become the gradients of
-    ``norm_weight``, of ``norm_bias``, and of two biases added to the input. The last two are the same: the sum of
-    ``input_gradient`` over the rows. ``norm_bias`` itself is read for ``final``'s gradient only.
+    ``gradients`` has one entry a step, in any float dtype: the operand's gradient, or None where it is not wanted. That
+    of each of the chain's biases is the sum of ``input_gradient`` over the rows, whether or not it is among
+    ``operands``.
     """
     M, C = input.shape
     group_size = C // num_groups
     chunks = blocks_of(M, config.rows_per_program)
-    if chunks == 1:
-        stored = sums = vector_gradients
-    else:
-        weight_gradient, shift_gradient, *biases = vector_gradients
-        bias_gradient = biases[1] if biases[0] is None else biases[0]
-        partials = empty_partials((weight_gradient, shift_gradient, bias_gradient), chunks)
-        stored, sums = (*partials, None), (*partials, partials[2])
+    targets = chain.targets(operands, gradients, chunks)
     if chunks:
         launch(
             group_norm_backward_kernel,
@@ -268,20 +250,19 @@ def group_norm_backward(
             input.device,
             output_gradient,
             input,
-            norm_weight,
-            norm_bias,
+            tuple(operands),
             input_gradient,
-            stored,
+            targets.bias_sums,
+            targets.others,
             M,
             num_groups,
-            *bounds,
             eps,
             config.rows_per_program,
-            ACTIVATION=activation.function,
-            ACTIVATION_GRADIENT=activation.gradient,
-            FINAL_GRADIENT=final.gradient,
+            CHAIN=chain,
+            KINDS=targets.kinds,
             GROUP_SIZE=group_size,
             **config.blocks(group_size),
+            config=config,
             num_warps=config.num_warps,
         )
-    add_up(sums, vector_gradients)
+    add_up(targets.partials, gradients)

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from triton_kernels.grid import blocks_of, grid_of
-from triton_kernels.image_tiles import ImageNormConfig, size_unit, strides_in_units, tile_of_program, tile_offsets
+from triton_kernels.image_tiles import (
+    ImageNormConfig,
+    as_image,
+    channels_of_tile,
+    is_inside,
+    load_tile,
+    place_of_program,
+    size_unit,
+    store_tile,
+    tile_options,
+)
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
 
@@ -17,7 +27,7 @@ _LARGEST_BFLOAT16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
-def finite_bfloat16(value, min_val, max_val):
+def finite_bfloat16(value, operand):
     """``value`` (float32) limited to bfloat16's range, so that it does not round to infinity; 0 where it is not
     finite."""
     bounded = tl.minimum(tl.maximum(value, -_LARGEST_BFLOAT16), _LARGEST_BFLOAT16)
@@ -26,11 +36,9 @@ def finite_bfloat16(value, min_val, max_val):
 
 @triton.jit
 def copy_kernel(
-    source,  # [B, C, S]
-    source_strides,
-    target,  # [B, C, S]
-    rest,  # [B, C, S] or None: source - target, for a float32 source
-    target_strides,  # of both
+    source,  # an image
+    target,  # an image
+    rest,  # an image or None: source - target, for a float32 source
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
@@ -38,20 +46,20 @@ def copy_kernel(
     TARGET_UNITS: tl.constexpr,
     TRANSFORM: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """target = TRANSFORM(source) and rest = source - target; one tile per program."""
     wait_for_launch_before()
-    pixels = pixels * PIXEL_UNIT
-    sample, channel, pixel, _, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
-    offsets = tile_offsets(source_strides, SOURCE_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    values = tl.load(source + offsets, mask=inside, other=0.0)
-    offsets = tile_offsets(target_strides, TARGET_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    copied = TRANSFORM(values, 0.0, 0.0).to(target.dtype.element_ty)
-    tl.store(target + offsets, copied, mask=inside)
+    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
+    c, real = channels_of_tile(place, channels, BLOCK_C)
+    inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
+    values = load_tile(source, SOURCE_UNITS, place, inside)
+    copied = TRANSFORM(values, None).to(target[0].dtype.element_ty)
+    store_tile(target, TARGET_UNITS, place, inside, copied)
     if rest is not None:
-        tl.store(rest + offsets, (values - copied.to(tl.float32)).to(rest.dtype.element_ty), mask=inside)
+        store_tile(rest, TARGET_UNITS, place, inside, values - copied.to(tl.float32))
 
 
 def copy_image(
@@ -71,28 +79,22 @@ def copy_image(
         return
     B, C, S = source.shape
     tiles = config.tiles(S)
-    source_strides, source_units = strides_in_units(source.stride())
-    target_strides, target_units = strides_in_units(target.stride())
-    unit = size_unit(S)
+    source_image, source_units = as_image(source)
+    target_image, target_units = as_image(target)
     launch(
         copy_kernel,
         grid_of(B * tiles, blocks_of(C, config.block_c)),
         source.device,
-        source,
-        source_strides,
-        target,
-        rest,
-        target_strides,
+        source_image,
+        target_image,
+        None if rest is None else as_image(rest)[0],
         C,
-        S // unit,
+        S // size_unit(S),
         tiles,
         SOURCE_UNITS=source_units,
         TARGET_UNITS=target_units,
         TRANSFORM=transform,
-        PIXEL_UNIT=unit,
-        BLOCK_C=config.block_c,
-        BLOCK_S=config.block_s,
-        num_warps=config.num_warps,
+        **tile_options(C, S, config),
     )
 
 

@@ -1,133 +1,165 @@
-"""Group norm of images: passes over tiles of channels and pixels, forward and backward.
+"""Group norm of images within a chain: passes over tiles of channels and pixels, forward and backward.
 
-Images are [B, C, S], as in ``image_tiles``. The statistics are those of ``image_statistics``.
+Images are [B, C, S], as in ``image_tiles``. The statistics are those of ``image_statistics``. Operands that are vectors
+are over the channels; those that are tensors are images. Matrices are images of one pixel.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.grid import blocks_of, grid_of, second_place
+from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient
+from triton_kernels.column_sums import add_up, float32_partials, store_sums
+from triton_kernels.grid import blocks_of, grid_of
 from triton_kernels.image_statistics import merged_blocks
 from triton_kernels.image_tiles import (
     ImageNormConfig,
-    load_rows,
+    as_image,
+    as_images,
+    channels_of_tile,
+    image_operands,
+    is_inside,
+    load_columns,
+    load_images,
+    load_tile,
+    place_of_program,
     size_unit,
-    strides_in_units,
-    tile_of_program,
-    tile_offsets,
+    store_tile,
+    tile_options,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.pointwise import IDENTITY, Pointwise, identity
+from triton_kernels.pointwise import identity
+
+
+@triton.jit
+def load_groups(vectors, place, c, real, channels, num_groups, GROUP_SIZE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The numbers of each channel's group, as columns; or those of the one group that the tile is in."""
+    sample, channel, pixel = place
+    loaded = ()
+    for i in tl.static_range(len(vectors)):
+        groups = vectors[i] + sample * num_groups
+        if GROUP_SIZE % BLOCK_C == 0 and BLOCK_C > 64:  # of fewer channels, it would take more registers
+            loaded = loaded + (tl.load(groups + channel // GROUP_SIZE, mask=channel < channels, other=0.0),)
+        else:
+            loaded = loaded + (tl.expand_dims(tl.load(groups + c // GROUP_SIZE, mask=real, other=0.0), 1),)
+    return loaded
 
 
 @triton.jit
 def apply_kernel(
-    input,  # [B, C, S]
-    input_strides,
-    input_bias,  # [C] or None: added to the input
-    output,  # [B, C, S]
-    output_strides,
-    mean,  # [B * G]
-    rstd,  # [B * G]
-    norm_weight,  # [C] or None
-    norm_bias,  # [C] or None
+    input,  # an image
+    operands,  # of the chain's steps
+    output,  # an image
+    statistics,  # mean and rstd: [B * G]
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
     num_groups,
-    min_val,
-    max_val,
     INPUT_UNITS: tl.constexpr,
+    OPERAND_UNITS: tl.constexpr,
     OUTPUT_UNITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FINAL: tl.constexpr,
+    CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """output = FINAL((ACTIVATION(input) - mean) * rstd * norm_weight + norm_bias); one tile per program."""
+    """output = CHAIN of the input; one tile per program."""
     wait_for_launch_before()
-    pixels = pixels * PIXEL_UNIT
-    sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
-    group = sample * num_groups + c // GROUP_SIZE
-    source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32)
-    values = ACTIVATION(values + load_rows(input_bias, c, c < channels, 0.0), 0.0, 0.0)
-    normalized = (values - load_rows(mean, group, c < channels, 0.0)) * load_rows(rstd, group, c < channels, 0.0)
-    weight = load_rows(norm_weight, c, c < channels, 1.0)
-    shift = load_rows(norm_bias, c, c < channels, 0.0)
-    y = FINAL(normalized * weight + shift, min_val, max_val)
-    target = tile_offsets(output_strides, OUTPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    tl.store(output + target, y.to(output.dtype.element_ty), mask=inside)
+    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
+    END: tl.constexpr = len(CHAIN.steps)
+    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
+    c, real = channels_of_tile(place, channels, BLOCK_C)
+    inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
+    values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
+    loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
+    values = apply_steps(values, loaded, CHAIN, 0, NORM)
+    mean, rstd = load_groups(statistics, place, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
+    # Of each of these loads, only what is used is compiled. Used at once, it takes fewer registers.
+    loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
+    normalized = (values - mean) * rstd
+    store_tile(output, OUTPUT_UNITS, place, inside, apply_steps(normalized, loaded, CHAIN, NORM, END))
 
 
 @triton.jit
-def channel_sums_kernel(
-    output_gradient,  # [B, C, S]
-    gradient_strides,
-    input,  # [B, C, S]
-    input_strides,
-    input_bias,  # [C] or None: added to the input
-    mean,  # [B * G]
-    rstd,  # [B * G]
-    norm_weight,  # [C] or None
-    norm_bias,  # [C] or None
-    weight_sums,  # [B, strips, C]: sums over a strip's pixels of dy * normalized
-    shift_sums,  # [B, strips, C]: and of dy
+def add_gradients(sums, gradients, targets, UNITS: tl.constexpr, place, inside, KINDS: tl.constexpr):
+    """The sums with the gradients of vectors added; those of tensors are stored."""
+    added = ()
+    for i in tl.static_range(len(KINDS)):
+        if KINDS[i] == "vector":
+            added = added + (sums[i] + tl.where(inside, gradients[i], 0.0),)
+        else:
+            added = added + (sums[i],)
+            if targets[i] is not None:
+                store_tile(targets[i], UNITS, place, inside, gradients[i], 3 * i)
+    return added
+
+
+@triton.jit
+def store_channel_sums(sums, targets, channels, c, real, KINDS: tl.constexpr):
+    """Store the sums over the pixels of a program's tiles."""
+    place = tl.program_id(0).to(tl.int64) * channels + c
+    for i in tl.static_range(len(KINDS)):
+        if KINDS[i] == "vector":
+            store_sums(targets[i], place, tl.sum(sums[i], 1), real)
+
+
+@triton.jit
+def last_sums_kernel(
+    output_gradient,  # an image
+    input,  # an image
+    operands,  # of the chain's steps
+    statistics,  # mean and rstd: [B * G]
+    targets,  # of the gradients of the norm's weight and bias and of the operands after it: [B, strips, C], or an image
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
     num_groups,
-    min_val,
-    max_val,
     GRADIENT_UNITS: tl.constexpr,
     INPUT_UNITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FINAL_GRADIENT: tl.constexpr,
+    OPERAND_UNITS: tl.constexpr,
+    TARGET_UNITS: tl.constexpr,
+    KINDS: tl.constexpr,
+    CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    STRIP: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    STRIP: tl.constexpr,
 ):
-    """A strip's part of the gradients of the norm's weight and bias. A strip is STRIP tiles of BLOCK_S pixels."""
+    """A strip's part of the gradients of the operands from the norm on. A strip is STRIP tiles of BLOCK_S pixels."""
     wait_for_launch_before()
-    pixels = pixels * PIXEL_UNIT
-    sample = tl.program_id(0) // strips
-    first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
-    channel = second_place() * BLOCK_C
-    c = channel + tl.arange(0, BLOCK_C)
-    group = sample * num_groups + c // GROUP_SIZE
-    group_mean = load_rows(mean, group, c < channels, 0.0)
-    group_rstd = load_rows(rstd, group, c < channels, 0.0)
-    weight = load_rows(norm_weight, c, c < channels, 1.0)
-    shift = load_rows(norm_bias, c, c < channels, 0.0)
-    before = load_rows(input_bias, c, c < channels, 0.0)
-    weight_sum = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    shift_sum = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    for pixel in range(first_pixel, tl.minimum(first_pixel + STRIP * BLOCK_S, pixels), BLOCK_S):
-        inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
-        source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        values = ACTIVATION(tl.load(input + source, mask=inside, other=0.0).to(tl.float32) + before, 0.0, 0.0)
-        normalized = (values - group_mean) * group_rstd
-        source = tile_offsets(gradient_strides, GRADIENT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        dy = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
-        dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
-        weight_sum += tl.where(inside, dy * normalized, 0.0)
-        shift_sum += tl.where(inside, dy, 0.0)
-    target = tl.program_id(0).to(tl.int64) * channels + c
-    tl.store(weight_sums + target, tl.sum(weight_sum, 1), mask=c < channels)
-    tl.store(shift_sums + target, tl.sum(shift_sum, 1), mask=c < channels)
+    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
+    END: tl.constexpr = len(CHAIN.steps)
+    pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
+    corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
+    c, real = channels_of_tile(corner, channels, BLOCK_C)
+    mean, rstd = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
+    vectors = load_columns(operands, c, real, CHAIN)
+    sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
+    for pixel in range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S):
+        place = (corner[0], corner[1], pixel)
+        inside = is_inside(real, pixel, pixels, BLOCK_S)
+        loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
+        values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
+        normalized = (apply_steps(values, loaded, CHAIN, 0, NORM) - mean) * rstd
+        dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
+        y = apply_steps(normalized, loaded, CHAIN, NORM, NORM + 2)
+        dy, of_after = steps_gradient(dy, y, loaded, CHAIN, NORM + 2, END)
+        gradients = (dy * normalized, dy) + of_after
+        sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
+    store_channel_sums(sums, targets, channels, c, real, KINDS)
 
 
 @triton.jit
 def group_means_kernel(
-    weight_sums,  # [B, strips, C]
-    shift_sums,  # [B, strips, C]
+    weight_sums,  # [B, strips, C]: sums over a strip's pixels of dy * normalized
+    shift_sums,  # [B, strips, C]: and of dy
     norm_weight,  # [C] or None
     projection,  # [B * G]: mean of norm_weight * dy * normalized
     gradient_mean,  # [B * G]: mean of norm_weight * dy
@@ -142,7 +174,7 @@ def group_means_kernel(
     """A group's means over its channels and pixels, from the sums of its strips."""
     wait_for_launch_before()
     sample = (tl.program_id(0) // num_groups).to(tl.int64)
-    first_channel = tl.program_id(0) % num_groups * GROUP_SIZE
+    first_channel = (tl.program_id(0) % num_groups).to(tl.int64) * GROUP_SIZE
     projections = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     means = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for channel in range(0, GROUP_SIZE, BLOCK_C):
@@ -163,205 +195,223 @@ def group_means_kernel(
 
 @triton.jit
 def apply_backward_kernel(
-    output_gradient,  # [B, C, S]
-    gradient_strides,
-    input,  # [B, C, S]
-    input_strides,
-    input_bias,  # [C] or None: added to the input
-    input_gradient,  # [B, C, S]
-    result_strides,
-    mean,  # [B * G]
-    rstd,  # [B * G]
-    projection,  # [B * G]
-    gradient_mean,  # [B * G]
-    norm_weight,  # [C] or None
-    norm_bias,  # [C] or None
-    bias_sums,  # [B, strips, C]: sums over a strip's pixels of what STORED takes; or None
+    output_gradient,  # an image
+    input,  # an image
+    operands,  # of the chain's steps
+    input_gradient,  # an image
+    statistics,  # mean, rstd, projection and gradient_mean: [B * G]
+    targets,  # of the gradients of the operands before the norm: [B, strips, C], or an image
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
     num_groups,
-    min_val,
-    max_val,
     GRADIENT_UNITS: tl.constexpr,
     INPUT_UNITS: tl.constexpr,
+    OPERAND_UNITS: tl.constexpr,
     RESULT_UNITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ACTIVATION_GRADIENT: tl.constexpr,
-    FINAL_GRADIENT: tl.constexpr,
+    TARGET_UNITS: tl.constexpr,
+    KINDS: tl.constexpr,
+    CHAIN: tl.constexpr,
     STORED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    STRIP: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    STRIP: tl.constexpr,
 ):
-    """input_gradient = STORED(ACTIVATION'(input) * rstd * (g - mean(g) - x * mean(g * x)))
+    """input_gradient = STORED(dz), and a strip's part of the gradients of the operands before the norm.
 
-    x is the normalised activated input, and g = norm_weight * dy.
+    With a the value before the norm, x = (a - mean) * rstd and dx the gradient at x:
+    da = rstd * (dx - mean(dx) - x * mean(dx * x)), with means over each group.
     """
     wait_for_launch_before()
-    pixels = pixels * PIXEL_UNIT
-    sample = tl.program_id(0) // strips
-    first_pixel = tl.program_id(0) % strips * (STRIP * BLOCK_S)
-    channel = second_place() * BLOCK_C
-    c = channel + tl.arange(0, BLOCK_C)
-    group = sample * num_groups + c // GROUP_SIZE
-    group_mean = load_rows(mean, group, c < channels, 0.0)
-    group_rstd = load_rows(rstd, group, c < channels, 0.0)
-    group_projection = load_rows(projection, group, c < channels, 0.0)
-    group_gradient_mean = load_rows(gradient_mean, group, c < channels, 0.0)
-    weight = load_rows(norm_weight, c, c < channels, 1.0)
-    shift = load_rows(norm_bias, c, c < channels, 0.0)
-    before = load_rows(input_bias, c, c < channels, 0.0)
-    total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    for pixel in range(first_pixel, tl.minimum(first_pixel + STRIP * BLOCK_S, pixels), BLOCK_S):
-        inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
-        source = tile_offsets(input_strides, INPUT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        values = tl.load(input + source, mask=inside, other=0.0).to(tl.float32) + before
-        normalized = (ACTIVATION(values, 0.0, 0.0) - group_mean) * group_rstd
-        source = tile_offsets(gradient_strides, GRADIENT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        dy = tl.load(output_gradient + source, mask=inside, other=0.0).to(tl.float32)
-        dy = FINAL_GRADIENT(dy, normalized * weight + shift, min_val, max_val)
-        gradient = group_rstd * (dy * weight - group_gradient_mean - normalized * group_projection)
-        gradient = ACTIVATION_GRADIENT(gradient, values, 0.0, 0.0)
-        if bias_sums is not None:
-            total += tl.where(inside, gradient, 0.0)
-        target = tile_offsets(result_strides, RESULT_UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-        stored = STORED(gradient, 0.0, 0.0)
-        tl.store(input_gradient + target, stored.to(input_gradient.dtype.element_ty), mask=inside)
-    if bias_sums is not None:
-        target = tl.program_id(0).to(tl.int64) * channels + c
-        tl.store(bias_sums + target, tl.sum(total, 1), mask=c < channels)
+    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
+    END: tl.constexpr = len(CHAIN.steps)
+    pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
+    corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
+    c, real = channels_of_tile(corner, channels, BLOCK_C)
+    groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
+    mean, rstd, projection, gradient_mean = groups
+    vectors = load_columns(operands, c, real, CHAIN)
+    sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
+    for pixel in range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S):
+        place = (corner[0], corner[1], pixel)
+        inside = is_inside(real, pixel, pixels, BLOCK_S)
+        loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
+        z = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
+        normalized = (apply_steps(z, loaded, CHAIN, 0, NORM) - mean) * rstd
+        dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
+        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, NORM, END)
+        dz = rstd * (dx - gradient_mean - normalized * projection)
+        dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, NORM)
+        sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
+        store_tile(input_gradient, RESULT_UNITS, place, inside, STORED(dz, None))
+    store_channel_sums(sums, targets, channels, c, real, KINDS)
 
 
 def image_group_norm(
     input: torch.Tensor,
     statistics: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
+    chain: Chain,
+    operands: Sequence[Any],
     config: ImageNormConfig,
     *,
     output: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    activation: Pointwise = IDENTITY,
-    final: Pointwise = IDENTITY,
-    bounds: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """output = final((activation(input) - mean) * rstd * norm_weight + norm_bias), both [B, C, S] with any strides.
+    """output = the chain of ``input``, both [B, C, S] with any strides; ``operands`` has one entry a step.
 
-    ``statistics`` are those of ``image_statistics``. ``input_bias`` [C] is added to the input first.
+    ``statistics`` are those of ``image_statistics``.
     """
     if input.numel() == 0:
         return
     B, C, S = input.shape
-    mean, rstd = statistics.unbind()
-    num_groups = mean.numel() // B
+    num_groups = statistics.shape[1] // B
     tiles = config.tiles(S)
-    input_strides, input_units = strides_in_units(input.stride())
-    output_strides, output_units = strides_in_units(output.stride())
+    image, input_units = as_image(input)
+    operands, operand_units = image_operands(chain, operands)
+    result, output_units = as_image(output)
     launch(
         apply_kernel,
         grid_of(B * tiles, blocks_of(C, config.block_c)),
         input.device,
-        input,
-        input_strides,
-        input_bias,
-        output,
-        output_strides,
-        mean,
-        rstd,
-        norm_weight,
-        norm_bias,
+        image,
+        operands,
+        result,
+        statistics.unbind(),
         C,
         S // size_unit(S),
         tiles,
         num_groups,
-        *bounds,
         INPUT_UNITS=input_units,
+        OPERAND_UNITS=operand_units,
         OUTPUT_UNITS=output_units,
-        ACTIVATION=activation.function,
-        FINAL=final.function,
+        CHAIN=chain,
         GROUP_SIZE=C // num_groups,
-        PIXEL_UNIT=size_unit(S),
-        BLOCK_C=config.block_c,
-        BLOCK_S=config.block_s,
-        num_warps=config.num_warps,
+        **tile_options(C, S, config),
     )
+
+
+def empty_sums(
+    chain: Chain, gradients: Sequence[torch.Tensor | None], input: torch.Tensor, config: ImageNormConfig
+) -> list[torch.Tensor | None]:
+    """The sums that ``image_group_norm_backward`` writes for ``add_up_sums``. Both lists have one entry a step.
+
+    A vector's are those over each strip's pixels, [B, strips, C] in float32. Of a single strip they are the gradient
+    itself, where that is float32. The norm's are always needed. A tensor's gradient is written as it is.
+    """
+    B, C, S = input.shape
+    strips, norm = config.strips(S), len(chain.steps) - len(chain.last)
+    sums = list(gradients)
+    for place, step in enumerate(chain.steps):
+        if step.operand == "vector" and (sums[place] is not None or place in (norm, norm + 1)):
+            (partial,) = float32_partials(sums[place : place + 1], B * strips, C, input.device)
+            sums[place] = partial.view(B, strips, C)
+    return sums
+
+
+def add_up_sums(chain: Chain, sums: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Each vector's gradient, [C] in any float dtype or None where not wanted, becomes the sum of its ``sums``."""
+    pairs = [
+        (partial, gradient)
+        for step, partial, gradient in zip(chain.steps, sums, gradients, strict=True)
+        if step.operand == "vector" and partial is not None and gradient is not None
+        if partial.shape[:2] != (1, 1) or gradient.dtype != torch.float32
+    ]
+    if not pairs:
+        return
+    partials, wanted = zip(*pairs, strict=True)
+    B, strips, C = partials[0].shape
+    if B > 1 and strips > 1:  # a sample a program first, as there may be many strips
+        samples = [torch.empty(B, C, dtype=torch.float32, device=each.device) for each in partials]
+        add_up(partials, samples)
+        partials = samples
+    add_up([each.view(-1, C) for each in partials], wanted)
+
+
+def _targets(
+    chain: Chain, operands: Sequence[Any], sums: Sequence[torch.Tensor | None], places: range
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Where a kernel stores the gradients that ``steps_gradient`` returns for some steps, and what they are."""
+    norm = len(chain.steps) - len(chain.last)
+    kept = [
+        (chain.steps[place].operand, sums[place])
+        for place in places
+        if place in (norm, norm + 1)
+        or chain.steps[place].adds
+        or (chain.steps[place].has_tensor and operands[place] is not None)
+    ]
+    kinds = tuple(kind for kind, _ in kept)
+    targets, units = as_images(kinds, [target for _, target in kept])
+    return targets, {"KINDS": kinds, "TARGET_UNITS": units}
 
 
 def image_group_norm_backward(
     output_gradient: torch.Tensor,
     input: torch.Tensor,
     statistics: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
+    chain: Chain,
+    operands: Sequence[Any],
     config: ImageNormConfig,
     *,
     input_gradient: torch.Tensor,
-    norm_sums: Sequence[torch.Tensor],
-    bias_sums: torch.Tensor | None = None,
-    input_bias: torch.Tensor | None = None,
-    activation: Pointwise = IDENTITY,
-    final: Pointwise = IDENTITY,
-    bounds: tuple[float, float] = (0.0, 0.0),
+    sums: Sequence[torch.Tensor | None],
     stored: triton.runtime.JITFunction = identity,
 ) -> None:
-    """The gradient of ``image_group_norm`` at ``input``, through its statistics too.
+    """Gradients of ``image_group_norm``, through its statistics too. All images are [B, C, S] with any strides.
 
-    All images are [B, C, S] with any strides. ``norm_sums``, two of [B, config.strips(S), C], become the partial sums
-    of the gradients of norm_weight and norm_bias. ``bias_sums`` [B, config.strips(S), C] become those of the gradient
-    at ``input`` over the pixels (float32). ``input_gradient`` becomes ``stored`` of that gradient, a function as
-    ``triton_kernels.pointwise`` describes them.
+    ``sums`` are those of ``empty_sums``, or of some samples of them. Those of each of the chain's biases are of the
+    gradient at ``input``, whether or not it is among ``operands``. ``input_gradient`` becomes ``stored`` of that
+    gradient, a function as ``triton_kernels.pointwise`` describes them.
     """
     if input.numel() == 0:
         return
     B, C, S = input.shape
-    mean, rstd = statistics.unbind()
-    num_groups = mean.numel() // B
+    num_groups = statistics.shape[1] // B
     group_size = C // num_groups
     strips = config.strips(S)
+    norm = len(chain.steps) - len(chain.last)
+    weight_sums, shift_sums = sums[norm : norm + 2]
+    last_targets, last_options = _targets(chain, operands, sums, range(norm, len(chain.steps)))
+    targets, target_options = _targets(chain, operands, sums, range(norm))
     block_c, block_t = merged_blocks(group_size, strips)
-    projection, gradient_mean = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
-    gradient_strides, gradient_units = strides_in_units(output_gradient.stride())
-    input_strides, input_units = strides_in_units(input.stride())
-    result_strides, result_units = strides_in_units(input_gradient.stride())
-    # The arguments that both passes over the images share.
-    images = (output_gradient, gradient_strides, input, input_strides, input_bias)
-    sizes = (C, S // size_unit(S), strips, num_groups, *bounds)
+    means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
+    (gradient, gradient_units), (image, input_units) = as_image(output_gradient), as_image(input)
+    result, result_units = as_image(input_gradient)
+    operands, operand_units = image_operands(chain, operands)
+    # What both passes over the images share.
+    grid = grid_of(B * strips, blocks_of(C, config.block_c))
+    sizes = (C, S // size_unit(S), strips, num_groups)
     options = {
         "GRADIENT_UNITS": gradient_units,
         "INPUT_UNITS": input_units,
-        "ACTIVATION": activation.function,
-        "FINAL_GRADIENT": final.gradient,
+        "OPERAND_UNITS": operand_units,
+        "CHAIN": chain,
         "GROUP_SIZE": group_size,
-        "PIXEL_UNIT": size_unit(S),
-        "BLOCK_C": config.block_c,
-        "BLOCK_S": config.block_s,
         "STRIP": config.strip,
-        "num_warps": config.num_warps,
+        **tile_options(C, S, config),
     }
     launch(
-        channel_sums_kernel,
-        grid_of(B * strips, blocks_of(C, config.block_c)),
+        last_sums_kernel,
+        grid,
         input.device,
-        *images,
-        mean,
-        rstd,
-        norm_weight,
-        norm_bias,
-        *norm_sums,
+        gradient,
+        image,
+        operands,
+        statistics.unbind(),
+        last_targets,
         *sizes,
+        **last_options,
         **options,
     )
     launch(
         group_means_kernel,
         (B * num_groups,),
         input.device,
-        *norm_sums,
-        norm_weight,
-        projection,
-        gradient_mean,
+        weight_sums,
+        shift_sums,
+        operands[norm],
+        *means,
         strips,
         C,
         S,
@@ -372,21 +422,17 @@ def image_group_norm_backward(
     )
     launch(
         apply_backward_kernel,
-        grid_of(B * strips, blocks_of(C, config.block_c)),
+        grid,
         input.device,
-        *images,
-        input_gradient,
-        result_strides,
-        mean,
-        rstd,
-        projection,
-        gradient_mean,
-        norm_weight,
-        norm_bias,
-        bias_sums,
+        gradient,
+        image,
+        operands,
+        result,
+        (*statistics.unbind(), *means),
+        targets,
         *sizes,
         RESULT_UNITS=result_units,
-        ACTIVATION_GRADIENT=activation.gradient,
         STORED=stored,
+        **target_options,
         **options,
     )

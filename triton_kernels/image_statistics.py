@@ -5,59 +5,78 @@ after Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Co
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.chain import Chain, apply_steps
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.image_tiles import (
+    CONTIGUOUS,
     ImageNormConfig,
-    load_rows,
+    as_image,
+    channels_of_tile,
+    image_operands,
+    is_inside,
+    layout_of,
+    load_columns,
+    load_images,
+    load_tile,
+    place_of_program,
     size_unit,
-    strides_in_units,
-    tile_of_program,
-    tile_offsets,
+    tile_options,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.pointwise import IDENTITY, Pointwise
 
 
 @triton.jit
 def partial_statistics_kernel(
-    input,  # [B, C, S]
-    strides,  # of input, in units of UNITS
-    input_bias,  # [C] or None: added to the input
-    counts,  # [B, tiles]: pixels of each tile
-    means,  # [B, tiles, C]
-    m2s,  # [B, tiles, C]
+    input,  # an image
+    operands,  # of the chain's steps
+    counts,  # [B, tiles]: values of each row of a tile
+    means,  # [B, tiles, C / FOLD]
+    m2s,  # [B, tiles, C / FOLD]
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
     UNITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    OPERAND_UNITS: tl.constexpr,
+    CHAIN: tl.constexpr,
+    FOLD: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Mean and M2 of the activated input over the pixels of a tile, for each channel."""
+    """Mean and M2 of what CHAIN's norm takes, over the pixels of a tile, for each channel or FOLD neighbouring ones."""
     wait_for_launch_before()
-    pixels = pixels * PIXEL_UNIT
-    sample, channel, pixel, c, inside = tile_of_program(tiles, channels, pixels, BLOCK_C, BLOCK_S)
-    offsets = tile_offsets(strides, UNITS, sample, channel, pixel, BLOCK_C, BLOCK_S)
-    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
-    values = ACTIVATION(values + load_rows(input_bias, c, c < channels, 0.0), 0.0, 0.0)
-    count = tl.minimum(pixels - pixel, BLOCK_S)
+    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
+    ROWS: tl.constexpr = BLOCK_C // FOLD
+    pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
+    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
+    c, real = channels_of_tile(place, channels, BLOCK_C)
+    inside = is_inside(real, place[2], pixels, BLOCK_S)
+    values = load_tile(input, UNITS, place, inside).to(tl.float32)
+    loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
+    values = apply_steps(values, loaded, CHAIN, 0, NORM)
+    values = tl.reshape(values, (ROWS, FOLD * BLOCK_S))
+    inside = tl.reshape(inside, values.shape)
+    count = tl.minimum(pixels - place[2], BLOCK_S) * FOLD
     values = tl.where(inside, values, 0.0)
     mean = tl.sum(values, 1) / count
     centred = tl.where(inside, values - mean[:, None], 0.0)
     correction = tl.sum(centred, 1) / count  # of the mean's rounding
     centred = tl.where(inside, centred - correction[:, None], 0.0)
-    target = tl.program_id(0).to(tl.int64) * channels + c
-    tl.store(means + target, mean + correction, mask=c < channels)
-    tl.store(m2s + target, tl.sum(centred * centred, 1), mask=c < channels)
+    row = place[1] // FOLD + tl.arange(0, ROWS)
+    target = tl.program_id(0).to(tl.int64) * (channels // FOLD) + row
+    tl.store(means + target, mean + correction, mask=row < channels // FOLD)
+    tl.store(m2s + target, tl.sum(centred * centred, 1), mask=row < channels // FOLD)
     tl.store(counts + tl.program_id(0), tl.cast(count, tl.float32))
 
 
@@ -80,7 +99,7 @@ def merge_statistics_kernel(
     """mean = sum of count_i mean_i / width, M2 = sum of M2_i + count_i (mean_i - mean)**2, rstd from M2 / width."""
     wait_for_launch_before()
     sample = (tl.program_id(0) // num_groups).to(tl.int64)
-    first_channel = tl.program_id(0) % num_groups * GROUP_SIZE
+    first_channel = (tl.program_id(0) % num_groups).to(tl.int64) * GROUP_SIZE
     width = tl.cast(pixels, tl.float32) * GROUP_SIZE
     weighted = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for tile in range(0, tiles, BLOCK_T):
@@ -114,12 +133,16 @@ def merge_statistics_kernel(
 def merged_blocks(group_size: int, places: int) -> tuple[int, int]:
     """The channels of a group, and the places of a sample, that a program merges at a time."""
     block_c = min(64, next_power_of_2(group_size))
-    return block_c, min(2048 // block_c, next_power_of_2(places))
+    block_t = min(2048 // block_c, next_power_of_2(places))
+    return min(2048 // block_t, next_power_of_2(group_size)), block_t
 
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """Each tile's count of pixels [B, tiles], and each channel's mean and M2 in it [B, tiles, C]."""
+    """Each tile's count of pixels [B, tiles], and each channel's mean and M2 in it [B, tiles, C].
+
+    Where neighbouring channels are folded into one, it has the pixels of all of them.
+    """
 
     counts: torch.Tensor
     means: torch.Tensor
@@ -162,31 +185,30 @@ class PartialStatistics:
 
 
 def image_statistics(
-    input: torch.Tensor,
-    num_groups: int,
-    eps: float,
-    config: ImageNormConfig,
-    *,
-    input_bias: torch.Tensor | None = None,
-    activation: Pointwise = IDENTITY,
+    input: torch.Tensor, num_groups: int, eps: float, config: ImageNormConfig, chain: Chain, operands: Sequence[Any]
 ) -> torch.Tensor:
-    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of activation(input + input_bias).
+    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of what the chain's norm takes.
 
-    ``input`` is [B, C, S] with any strides, ``input_bias`` [C] or None.
+    ``input`` is [B, C, S] with any strides, as are operands that are tensors. ``operands`` has one entry a step.
+    Without values, nothing is written.
     """
     B, C, S = input.shape
     if input.numel() == 0:
-        return torch.zeros(2, B * num_groups, dtype=torch.float32, device=input.device)
+        return torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     tiles = config.tiles(S)
-    partials = PartialStatistics.empty(B, tiles, C, input.device)
-    strides, units = strides_in_units(input.stride())
+    # Where a tile has all pixels of its channels. Fewer numbers are stored, and fewer means rounded before the merge.
+    # (Of channels_last images, Triton 3.6 adds up wrong values after the reshape: H200.)
+    folds = tiles == 1 and layout_of(input) == CONTIGUOUS
+    fold = math.gcd(C // num_groups, config.block_c) if folds else 1
+    partials = PartialStatistics.empty(B, tiles, C // fold, input.device)
+    image, units = as_image(input)
+    operands, operand_units = image_operands(chain, operands)
     launch(
         partial_statistics_kernel,
         grid_of(B * tiles, blocks_of(C, config.block_c)),
         input.device,
-        input,
-        strides,
-        input_bias,
+        image,
+        operands,
         partials.counts,
         partials.means,
         partials.m2s,
@@ -194,10 +216,9 @@ def image_statistics(
         S // size_unit(S),
         tiles,
         UNITS=units,
-        ACTIVATION=activation.function,
-        PIXEL_UNIT=size_unit(S),
-        BLOCK_C=config.block_c,
-        BLOCK_S=config.block_s,
-        num_warps=config.num_warps,
+        OPERAND_UNITS=operand_units,
+        CHAIN=chain,
+        FOLD=fold,
+        **tile_options(C, S, config),
     )
-    return partials.merge(num_groups, S, eps)
+    return partials.merge(num_groups, S * fold, eps)

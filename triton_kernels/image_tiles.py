@@ -6,14 +6,19 @@ formats, and input and output of different formats. A tile is BLOCK_C channels o
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.chain import Chain, load_vectors
 from triton_kernels.grid import blocks_of, next_power_of_2, second_place
 
+#: Tiles of images with fewer pixels have all of them, and many channels.
+_FEW_PIXELS = 16
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
 
@@ -35,13 +40,18 @@ class ImageNormConfig:
     @classmethod
     @functools.lru_cache
     def of_shape(cls, channels: int, pixels: int, long_rows: bool) -> "ImageNormConfig":
-        """Long rows for images with contiguous pixels, else many channels a tile.
+        """Long rows for images with contiguous pixels, else many channels a tile; all pixels where there are few.
 
         These are the best of the settings tried on an H200 at the target size.
         """
+        if pixels < _FEW_PIXELS:
+            block_s = max(1, next_power_of_2(pixels))
+            return cls(min(4096 // block_s, next_power_of_2(channels)), block_s, num_warps=4 if pixels == 1 else 8)
         if long_rows:
-            block_s = min(1024, max(16, next_power_of_2(pixels)))
-            return cls(min(4096 // block_s, next_power_of_2(channels)), block_s)
+            # Of a few long channels, a tile has as many values as of many.
+            longest = max(1024, 4096 // next_power_of_2(channels))
+            block_s = min(longest, next_power_of_2(pixels))
+            return cls(min(4096 // block_s, next_power_of_2(channels)), block_s, num_warps=8 if block_s <= 64 else 4)
         return cls(min(64, next_power_of_2(channels)), 64)
 
     @classmethod
@@ -57,32 +67,74 @@ def layout_of(image: torch.Tensor) -> str:
 
 
 @triton.jit
-def tile_offsets(strides, UNITS: tl.constexpr, sample, channel, pixel, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Offsets [BLOCK_C, BLOCK_S] of the tile whose corner is (sample, channel, pixel); int64, as images are large."""
-    corner = tl.cast(sample, tl.int64) * strides[0] * UNITS[0]
-    channels = (tl.cast(channel, tl.int64) + tl.arange(0, BLOCK_C)) * strides[1] * UNITS[1]
-    pixels = (tl.cast(pixel, tl.int64) + tl.arange(0, BLOCK_S)) * strides[2] * UNITS[2]
-    return corner + channels[:, None] + pixels[None, :]
+def place_of_program(parts, LENGTH: tl.constexpr, BLOCK_C: tl.constexpr, INDEX: tl.constexpr):
+    """The corner (sample, channel, pixel) of this program's LENGTH pixels, one of ``parts`` of a sample."""
+    pixel = (tl.program_id(0) % parts).to(INDEX) * LENGTH
+    return tl.program_id(0) // parts, second_place().to(INDEX) * BLOCK_C, pixel
 
 
 @triton.jit
-def tile_of_program(tiles, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """This program's tile: its corner (sample, channel, pixel), its channels [BLOCK_C], and what is inside."""
-    pixel = tl.program_id(0) % tiles * BLOCK_S
-    channel = second_place() * BLOCK_C
-    c = channel + tl.arange(0, BLOCK_C)
-    inside = (c < channels)[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
-    return tl.program_id(0) // tiles, channel, pixel, c, inside
+def channels_of_tile(place, channels, BLOCK_C: tl.constexpr):
+    """The channels of a tile [BLOCK_C], and which of them are real."""
+    c = place[1] + tl.arange(0, BLOCK_C)
+    return c, c < channels
 
 
 @triton.jit
-def load_rows(vector, index, inside, default):
-    """vector[index] in float32, as a column [BLOCK_C, 1]; ``default`` where there is no vector."""
-    if vector is None:
-        values = tl.full(index.shape, default, tl.float32)
-    else:
-        values = tl.load(vector + index, mask=inside, other=0.0).to(tl.float32)
-    return tl.expand_dims(values, 1)
+def is_inside(real, pixel, pixels, BLOCK_S: tl.constexpr):
+    """Which values [BLOCK_C, BLOCK_S] of the tile at ``pixel`` are inside, with its ``real`` channels."""
+    return real[:, None] & (tl.arange(0, BLOCK_S) < pixels - pixel)[None, :]
+
+
+@triton.jit
+def tile_of_image(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr = 0):
+    """Pointers to the tile [BLOCK_C, BLOCK_S] of an image at a place. Offsets are int64, as images are large.
+
+    An image is a tensor [B, C, S] and its strides in UNITS, the first of which is number FIRST. ``inside`` has the
+    tile's shape.
+    """
+    tensor, strides = image
+    sample, channel, pixel = place
+    corner = tl.cast(sample, tl.int64) * strides[0] * UNITS[FIRST]
+    channels = (tl.cast(channel, tl.int64) + tl.arange(0, inside.shape[0])) * strides[1] * UNITS[FIRST + 1]
+    pixels = (tl.cast(pixel, tl.int64) + tl.arange(0, inside.shape[1])) * strides[2] * UNITS[FIRST + 2]
+    return tensor + (corner + channels[:, None] + pixels[None, :])
+
+
+@triton.jit
+def load_tile(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr = 0):
+    """The tile of an image, 0 where it is not inside."""
+    return tl.load(tile_of_image(image, UNITS, place, inside, FIRST), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(image, UNITS: tl.constexpr, place, inside, values, FIRST: tl.constexpr = 0):
+    tl.store(tile_of_image(image, UNITS, place, inside, FIRST), values.to(image[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_columns(operands, c, real, CHAIN: tl.constexpr):
+    """``load_vectors`` of a tile's channels, as columns [BLOCK_C, 1]. (A column's own loads would be repeated.)"""
+    vectors = load_vectors(operands, c, real, CHAIN)
+    loaded = ()
+    for i in tl.static_range(len(CHAIN.steps)):
+        if CHAIN.steps[i].operand == "vector" and len(vectors[i]) > 0:
+            loaded = loaded + ((tl.expand_dims(vectors[i][0], 1),),)
+        else:
+            loaded = loaded + (vectors[i],)
+    return loaded
+
+
+@triton.jit
+def load_images(operands, UNITS: tl.constexpr, place, inside, CHAIN: tl.constexpr):
+    """The operands that ``load_columns`` returned, with images loaded at ``place`` in float32."""
+    loaded = ()
+    for i in tl.static_range(len(CHAIN.steps)):
+        if CHAIN.steps[i].operand == "tensor" and len(operands[i]) > 0:
+            loaded = loaded + ((load_tile(operands[i][0], UNITS, place, inside, 3 * i).to(tl.float32),),)
+        else:
+            loaded = loaded + (operands[i],)
+    return loaded
 
 
 def size_unit(size: int) -> int:
@@ -96,3 +148,38 @@ def strides_in_units(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
     """The strides divided by their units, and the units."""
     units = tuple(map(size_unit, strides))
     return tuple(stride // unit for stride, unit in zip(strides, units, strict=True)), units
+
+
+Image = tuple[torch.Tensor, tuple[int, ...]]
+
+
+def as_image(tensor: torch.Tensor) -> tuple[Image, tuple[int, ...]]:
+    """An image for kernels, and its UNITS."""
+    strides, units = strides_in_units(tensor.stride())
+    return (tensor, strides), units
+
+
+def as_images(kinds: Sequence[str], values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The values for kernels, with tensors as images, and the UNITS of all."""
+    images = [
+        as_image(value) if kind == "tensor" and value is not None else (value, (1, 1, 1))
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+    return tuple(value for value, _ in images), sum((units for _, units in images), ())
+
+
+def image_operands(chain: Chain, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """``as_images`` of a chain's operands."""
+    return as_images([step.operand for step in chain.steps], operands)
+
+
+def tile_options(channels: int, pixels: int, config: ImageNormConfig) -> dict[str, Any]:
+    """What ``launch`` takes for all kernels here. Indices are of 64 bits where a tile may end beyond 2**31."""
+    return {
+        "config": config,
+        "PIXEL_UNIT": size_unit(pixels),
+        "INDEX": tl.int32 if max(channels, pixels) < 2**30 else tl.int64,
+        "BLOCK_C": config.block_c,
+        "BLOCK_S": config.block_s,
+        "num_warps": config.num_warps,
+    }

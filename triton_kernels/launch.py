@@ -1,4 +1,4 @@
-"""Launching kernels: with programmatic dependent launch, and so that a watcher can take a launch over.
+"""Launching kernels: with programmatic dependent launch, and so that a plan that is being made notes the launch.
 
 From compute capability 9.0 on, a kernel is launched while the kernel before it in the stream is ending (programmatic
 dependent launch, CUDA C++ Programming Guide). Its first statement, ``wait_for_launch_before``, waits until that
@@ -8,7 +8,7 @@ kernel's results are written.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -19,12 +19,27 @@ from triton.language.target_info import cuda_capability_geq
 from triton_kernels.device import INTERPRETED, architecture
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-#: Called instead of launching, with the kernel, the grid, the arguments and the options.
-Watcher = Callable[[triton.runtime.JITFunction, tuple[int, ...], tuple, dict[str, Any]], None]
+
+
+class Notes(Protocol):
+    """What takes launches and calls in the place of the GPU: a plan that is being made."""
+
+    def launch(
+        self,
+        kernel: triton.runtime.JITFunction,
+        grid: tuple[int, ...],
+        arguments: tuple,
+        options: dict[str, Any],
+        config: Any,
+    ) -> None:
+        """Note ``kernel[grid](*arguments, **options)``, and the config that the launch follows."""
+
+    def call(self, function: Callable, arguments: tuple, options: dict[str, Any]) -> Any:
+        """Note ``function(*arguments, **options)``; returns what stands for its result."""
 
 
 class _Thread(threading.local):
-    watcher: Watcher | None = None
+    notes: Notes | None = None
 
 
 _thread = _Thread()
@@ -43,37 +58,53 @@ def wait_for_launch_before():
 
 
 def launch(
-    kernel: triton.runtime.JITFunction, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any
+    kernel: triton.runtime.JITFunction,
+    grid: tuple[int, ...],
+    device: torch.device,
+    *arguments: Any,
+    config: Any = None,
+    **options: Any,
 ) -> None:
-    """``kernel[grid](*arguments, **options)`` on ``device``. Triton itself would launch on the current device."""
+    """``kernel[grid](*arguments, **options)`` on ``device``, or a note of it where a plan is being made.
+
+    Triton itself would launch on the current device. ``config`` is what grid and options follow from; notes have it.
+    """
     if not INTERPRETED:
         options["enable_fp_fusion"] = True  # the interpreter has no such option
         if architecture(device) >= 90:
             options["launch_pdl"] = True
+    if _thread.notes is not None:
+        _thread.notes.launch(kernel, grid, arguments, options, config)
+        return
     with current(device):
-        if _thread.watcher is None:
-            kernel[grid](*arguments, **options)
-        else:
-            _thread.watcher(kernel, grid, arguments, options)
+        kernel[grid](*arguments, **options)
 
 
-def is_watched() -> bool:
-    """Whether a watcher takes over this thread's launches."""
-    return _thread.watcher is not None
+def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """``function(*arguments, **options)``, where it computes tensors without a kernel of this project's.
+
+    It returns new tensors, or writes to one that it gets and returns None. Where a plan is being made, it is noted.
+    """
+    if _thread.notes is not None:
+        return _thread.notes.call(function, arguments, options)
+    return function(*arguments, **options)
 
 
 @contextlib.contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Within this context, ``watcher`` takes over each launch of this thread."""
-    before, _thread.watcher = _thread.watcher, watcher
+def noted_in(notes: Notes | None) -> Iterator[None]:
+    """Within this context, launches and calls of this thread are noted and not done; for None they are done."""
+    before, _thread.notes = _thread.notes, notes
     try:
         yield
     finally:
-        _thread.watcher = before
+        _thread.notes = before
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to ``device`` as it is."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
     """Make ``device`` the current CUDA device, where it is not."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return contextlib.nullcontext() if is_current(device) else torch.cuda.device(device)

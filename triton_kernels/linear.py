@@ -1,13 +1,17 @@
-"""Tiled persistent GEMM. Loads, stores and the epilogue are jit functions that are passed to one kernel."""
+"""Tiled persistent GEMM. Loads, stores and the chain are passed to one kernel."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels.chain import Chain
 from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count
+from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.grid import blocks_of, indices
 from triton_kernels.launch import launch, wait_for_launch_before
 
@@ -96,7 +100,7 @@ def store_descriptor(target, place, tile):
 
 @triton.jit
 def halves(tile):
-    """The left and the right half of a tile's columns."""
+    """The first and the second half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -104,9 +108,9 @@ def halves(tile):
 def store_descriptor_halves(target, place, tile):
     """The same in two halves, one after the other, through a descriptor with half as many columns."""
     row, column, M, N = place
-    left, right = halves(tile.to(target.dtype))
-    target.store([row, column], left)
-    target.store([row, column + tile.shape[1] // 2], right)
+    first, second = halves(tile.to(target.dtype))
+    target.store([row, column], first)
+    target.store([row, column + tile.shape[1] // 2], second)
 
 
 @triton.jit
@@ -165,15 +169,15 @@ def linear_kernel(
     weight,  # [N, K]: likewise
     output,  # [M, N]: a descriptor or a pointer, for the epilogue
     saved,  # [M, N]: what the backward pass needs, likewise; None where nothing is saved
-    vectors,  # (linear_bias, bias, norm_weight, norm_bias): pointers to [N], each may be None
-    scalars,  # (min_val, max_val, eps)
+    operands,  # of the chain's steps, for the epilogue
+    eps,
     M,
     N,
     K,
     LOAD_INPUT: tl.constexpr,
     LOAD_WEIGHT: tl.constexpr,
     STORE: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -183,7 +187,7 @@ def linear_kernel(
     GROUP_M: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """Compute input @ weight.T in float32, tile by tile, and hand each tile with its place to EPILOGUE."""
+    """Compute input @ weight.T in float32, tile by tile, and apply CHAIN's other parts to each tile."""
     wait_for_launch_before()
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
@@ -198,14 +202,14 @@ def linear_kernel(
         )
         # fmt: on
         if STRIPS == 1:
-            EPILOGUE(
-                accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE
-            )
+            place = (row, column, M, N)
+            chain_epilogue(accumulator, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
         else:
-            left, right = halves(accumulator)
-            EPILOGUE(left, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE)
-            column += BLOCK_N // 2
-            EPILOGUE(right, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE)
+            first, second = halves(accumulator)
+            place = (row, column, M, N)
+            chain_epilogue(first, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
+            place = (row, column + BLOCK_N // 2, M, N)
+            chain_epilogue(second, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
 
 
 @triton.jit
@@ -214,16 +218,16 @@ def linear_rest_kernel(
     weight,
     output,
     saved,
-    left,  # (input_scale [M], weight_scale [N], any_left [1]): NaN where a row has no scale; 0 where all have one
-    vectors,
-    scalars,
+    rest,  # (input_scale [M], weight_scale [N], any_rest [1]): NaN where a row has no scale; 0 where all have one
+    operands,
+    eps,
     M,
     N,
     K,
     LOAD_INPUT: tl.constexpr,
     LOAD_WEIGHT: tl.constexpr,
     STORE: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -234,8 +238,8 @@ def linear_rest_kernel(
 ):
     """``linear_kernel`` for the tiles that a product of split operands could not compute (``float32_split``)."""
     wait_for_launch_before()
-    input_scale, weight_scale, any_left = left
-    if tl.load(any_left) != 0:
+    input_scale, weight_scale, any_rest = rest
+    if tl.load(any_rest) != 0:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         steps = tl.cdiv(K, BLOCK_K)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -244,17 +248,18 @@ def linear_rest_kernel(
             columns = column + tl.arange(0, BLOCK_N)
             row_scales = tl.load(input_scale + rows, mask=rows < M, other=1.0)
             column_scales = tl.load(weight_scale + columns, mask=columns < N, other=1.0)
-            is_left = tl.max((row_scales != row_scales).to(tl.int32), 0)
-            is_left |= tl.max((column_scales != column_scales).to(tl.int32), 0)
-            if is_left != 0:
+            is_rest = tl.max((row_scales != row_scales).to(tl.int32), 0)
+            is_rest |= tl.max((column_scales != column_scales).to(tl.int32), 0)
+            if is_rest != 0:
                 # fmt: off
                 accumulator = multiply_tile(
                     input, weight, row, column, steps, M, N, K,
                     LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                 )
                 # fmt: on
-                EPILOGUE(
-                    accumulator, (row, column, M, N), output, saved, vectors, scalars, STORE, indices, GROUP_SIZE, DTYPE
+                place = (row, column, M, N)
+                chain_epilogue(
+                    accumulator, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE
                 )
 
 
@@ -273,24 +278,23 @@ def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
 def linear(
     input: torch.Tensor,
     weight: torch.Tensor,
-    epilogue: triton.runtime.JITFunction,
+    chain: Chain,
     config: LinearConfig,
+    operands: Sequence[Any],
     *,
     output: torch.Tensor,
     saved: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-    vectors: tuple[torch.Tensor | None, ...] = (None, None, None, None),
-    scalars: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    eps: float = 0.0,
     group_size: int = 1,
     input_precision: str = "ieee",
-    left: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Hand each tile of ``input @ weight.T`` to ``epilogue`` (see ``triton_kernels.epilogues``).
+    """output = the chain that begins with ``input @ weight.T`` (see ``triton_kernels.epilogues``).
 
-    ``input`` [M, K] and ``weight`` [N, K] may have any strides and have one dtype. ``output`` and ``saved`` are
-    contiguous. ``vectors`` are (linear_bias, bias, norm_weight, norm_bias), each [N] and contiguous or None.
-    ``scalars`` are (min_val, max_val, eps). ``input_precision`` is ``tl.dot``'s and matters for float32 only. K must
-    not be 0. With ``left``, as ``linear_rest_kernel`` describes it, only the remaining tiles are computed; the config
-    takes them in one strip.
+    ``input`` [M, K] and ``weight`` [N, K] may have any strides and have one dtype. All else is contiguous. ``operands``
+    has one entry a step of the chain. ``input_precision`` is ``tl.dot``'s and matters for float32 only. K must not be
+    0. With ``rest``, as ``linear_rest_kernel`` describes it, only the remaining tiles are computed; the config takes
+    them in one strip.
     """
     M, K = input.shape
     N = weight.shape[0]
@@ -310,7 +314,7 @@ def linear(
         saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     store_tile = store_descriptor_halves if config.store_strips == 2 else store_descriptor
-    kernel, which = (linear_kernel, ()) if left is None else (linear_rest_kernel, (left,))
+    kernel, which = (linear_kernel, ()) if rest is None else (linear_rest_kernel, (rest,))
     strips = {"STRIPS": config.epilogue_strips} if kernel is linear_kernel else {}
     launch(
         kernel,
@@ -321,15 +325,15 @@ def linear(
         output,
         saved,
         *which,
-        vectors,
-        scalars,
+        tuple(operands),
+        eps,
         M,
         N,
         K,
         LOAD_INPUT=load_input,
         LOAD_WEIGHT=load_weight,
         STORE=store_tile if by_descriptor else store_pointers,
-        EPILOGUE=epilogue,
+        CHAIN=chain,
         GROUP_SIZE=group_size,
         DTYPE=_TRITON_DTYPES[input.dtype],
         INPUT_PRECISION=input_precision,
@@ -338,6 +342,7 @@ def linear(
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         **strips,
+        config=config,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -6,8 +6,10 @@ rounds (sums of 16 terms are less precise). The mixed products are 2**-11 as lar
 all of K, and stay busy with them during the additions in registers.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,7 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from triton_kernels.chain import Chain
 from triton_kernels.device import multiprocessor_count
+from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -95,8 +99,8 @@ def multiply(
     output,
     saved,
     scales,
-    vectors,
-    scalars,
+    operands,
+    eps,
     memory,
     barriers,
     M,
@@ -104,7 +108,7 @@ def multiply(
     K,
     INPUT_DEPTH_FIRST: gl.constexpr,
     WEIGHT_DEPTH_FIRST: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    CHAIN: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
@@ -164,17 +168,9 @@ def multiply(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         total *= gl.expand_dims(gl.load(input_scale + row + rows, mask=rows < M - row, other=1.0), 1)
         total *= gl.expand_dims(gl.load(weight_scale + column + columns, mask=columns < N - column, other=1.0), 0)
-        EPILOGUE(
-            total,
-            (row, column, M, N),
-            output,
-            saved,
-            vectors,
-            scalars,
-            store_registers,
-            indices,
-            GROUP_SIZE,
-            gl.float32,
+        place = (row, column, M, N)
+        chain_epilogue(
+            total, place, output, saved, operands, eps, store_registers, indices, CHAIN, GROUP_SIZE, gl.float32
         )
 
 
@@ -187,18 +183,18 @@ def linear_split_kernel(
     output,  # [M, N], for the epilogue
     saved,  # [M, N]: what the backward pass needs; None where nothing is saved
     scales,  # pointers to [M] and [N]
-    vectors,  # (linear_bias, bias, norm_weight, norm_bias): pointers to [N], each may be None
-    scalars,  # (min_val, max_val, eps)
+    operands,  # of the chain's steps, for the epilogue
+    eps,
     M,
     N,
     K,
     INPUT_DEPTH_FIRST: gl.constexpr,
     WEIGHT_DEPTH_FIRST: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    CHAIN: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """EPILOGUE of each tile of input @ weight.T. A persistent program is one producer warp and two consumer
+    """CHAIN of input @ weight.T, tile by tile. A persistent program is one producer warp and two consumer
     warpgroups."""
     wait_for_launch_before()
     STAGES: gl.constexpr = CONFIG.stages
@@ -219,8 +215,8 @@ def linear_split_kernel(
     gl.warp_specialize(
         [
             (multiply, (
-                output, saved, scales, vectors, scalars, memory, barriers, M, N, K,
-                INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, EPILOGUE, GROUP_SIZE, CONFIG,
+                output, saved, scales, operands, eps, memory, barriers, M, N, K,
+                INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CHAIN, GROUP_SIZE, CONFIG,
             )),
             (copy_in, (
                 inputs, weights, memory, barriers, M, N, K, INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CONFIG,
@@ -248,18 +244,18 @@ def _descriptor(part: torch.Tensor | None, block_rows: int, block_depth: int) ->
 def linear_split(
     input: SplitOperand,
     weight: SplitOperand,
-    epilogue: triton.runtime.JITFunction,
+    chain: Chain,
     config: LinearSplitConfig,
+    operands: Sequence[Any],
     *,
     output: torch.Tensor,
     saved: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-    vectors: tuple[torch.Tensor | None, ...] = (None, None, None, None),
-    scalars: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    eps: float = 0.0,
     group_size: int = 1,
 ) -> None:
     """As ``triton_kernels.linear.linear``, for operands [M, K] and [N, K] that were split into ``config.parts``.
 
-    A tile with a row that has no scale is written too, with wrong values. ``linear`` with ``left`` must follow.
+    A tile with a row that has no scale is written too, with wrong values. ``linear`` with ``rest`` must follow.
     """
     (M, K), N = input.high.shape, weight.high.shape[0]
     if M == 0 or N == 0:
@@ -276,15 +272,16 @@ def linear_split(
         output,
         saved,
         (input.scale, weight.scale),
-        vectors,
-        scalars,
+        tuple(operands),
+        eps,
         M,
         N,
         K,
         INPUT_DEPTH_FIRST=_is_depth_first(input.high),
         WEIGHT_DEPTH_FIRST=_is_depth_first(weight.high),
-        EPILOGUE=epilogue,
+        CHAIN=chain,
         GROUP_SIZE=group_size,
         CONFIG=config,
+        config=config,
         num_warps=8,
     )

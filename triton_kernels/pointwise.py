@@ -1,14 +1,18 @@
-"""Pointwise functions and their gradients, as jit functions that every kernel can call.
+"""Pointwise functions, each with its gradient and the PyTorch function that it stands for.
 
-A function takes float32 values and the bounds ``(min_val, max_val)``, which it need not use. Its gradient takes the
-output's gradient first. All have the same parameters, so a kernel takes any of them as a constexpr. They agree with
-PyTorch on NaN, infinities and at the bounds. A gradient that is cut off is replaced by 0 and not multiplied by 0, since
-0 times infinity is NaN.
+A function takes float32 values and an operand: None, a tuple of numbers, or values that broadcast to the first. Its
+gradient takes the output's gradient first, and returns the value's, with that of an operand that is a tensor. All have
+the same parameters, so a kernel takes any of them in a constexpr. They agree with PyTorch on NaN, infinities and at
+jumps. A gradient that is cut off is replaced by 0 and not multiplied by 0, since 0 times infinity is NaN.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -61,25 +65,42 @@ def rounded_product(value, factor):
 
 
 @triton.jit
-def identity(value, min_val, max_val):
+def identity(value, operand):
     return value
 
 
 @triton.jit
-def identity_gradient(gradient, value, min_val, max_val):
-    return gradient
+def add(value, operand):
+    return value + operand
 
 
 @triton.jit
-def hardtanh(value, min_val, max_val):
+def add_gradient(gradient, value, operand):
+    return gradient, gradient
+
+
+@triton.jit
+def mul(value, operand):
+    return value * operand
+
+
+@triton.jit
+def mul_gradient(gradient, value, operand):
+    return gradient * operand, gradient * value
+
+
+@triton.jit
+def hardtanh(value, bounds):
     """min(max(value, min_val), max_val). A NaN stays a NaN; Triton's default minimum would drop it."""
+    min_val, max_val = bounds
     raised = tl.maximum(value, min_val, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(raised, max_val, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def hardtanh_gradient(gradient, value, min_val, max_val):
+def hardtanh_gradient(gradient, value, bounds):
     """0 at the bounds and beyond them. Between them, and where the value is NaN, the gradient."""
+    min_val, max_val = bounds
     return tl.where((value <= min_val) | (value >= max_val), 0.0, gradient)
 
 
@@ -98,14 +119,14 @@ def softplus_terms(value):
 
 
 @triton.jit
-def mish(value, min_val, max_val):
+def mish(value, operand):
     """value * tanh(softplus(value))"""
     e, tanh, r = softplus_terms(value)
     return rounded_product(value, tanh)
 
 
 @triton.jit
-def mish_gradient(gradient, value, min_val, max_val):
+def mish_gradient(gradient, value, operand):
     """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2). The second term is 4 v e (e + 1) r r.
 
     Beyond 20, the first term is 1 and the second 0 in float32. v is limited to 20, so that e does not overflow.
@@ -113,17 +134,6 @@ def mish_gradient(gradient, value, min_val, max_val):
     bounded = tl.minimum(value, 20.0, propagate_nan=tl.PropagateNan.ALL)
     e, tanh, r = softplus_terms(bounded)
     return gradient * (tanh + (e * r) * ((e + 1.0) * r) * 4.0 * bounded)
-
-
-@triton.jit
-def hardtanh_mish(value, min_val, max_val):
-    return mish(hardtanh(value, min_val, max_val), min_val, max_val)
-
-
-@triton.jit
-def hardtanh_mish_gradient(gradient, value, min_val, max_val):
-    clipped = hardtanh(value, min_val, max_val)
-    return hardtanh_gradient(mish_gradient(gradient, clipped, min_val, max_val), value, min_val, max_val)
 
 
 @triton.jit
@@ -154,7 +164,7 @@ def normal_cdf(value):
 
 
 @triton.jit
-def gelu(value, min_val, max_val):
+def gelu(value, operand):
     """value * normal_cdf(value) (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016); NaN for -inf, as in PyTorch.
 
     GELU is never below -0.17, so the maximum changes nothing. It keeps the product from being fused, as
@@ -164,7 +174,7 @@ def gelu(value, min_val, max_val):
 
 
 @triton.jit
-def gelu_gradient(gradient, value, min_val, max_val):
+def gelu_gradient(gradient, value, operand):
     """gradient * (normal_cdf(v) + v * exp(-v**2 / 2) / sqrt(2 pi)); NaN for both infinities, as in PyTorch."""
     density = power_of_two(-0.7213475204444817 * (value * value)) * 0.3989422804014327
     return gradient * (normal_cdf(value) + value * density)
@@ -188,7 +198,7 @@ def coarse_normal_tail(value):
 
 
 @triton.jit
-def coarse_gelu_gradient(gradient, value, min_val, max_val):
+def coarse_gelu_gradient(gradient, value, operand):
     """``gelu_gradient`` with an error of at most 5e-6 times the gradient."""
     q, e = coarse_normal_tail(value)
     return gradient * (tl.where(value > 0.0, 1.0 - q, q) + value * e * 0.3989422804014327)
@@ -205,7 +215,7 @@ def times_logistic(value, factor):
 
 
 @triton.jit
-def float16_gelu(value, min_val, max_val):
+def float16_gelu(value, operand):
     """``gelu`` within 2.2e-6, and within 2e-4 of its value above -4: a tenth of the error of rounding both to float16.
 
     The factor is a minimax fit of degree 6 in value**2, weighted by the error of a value and its GELU in float16. As a
@@ -223,7 +233,7 @@ def float16_gelu(value, min_val, max_val):
 
 
 @triton.jit
-def bfloat16_gelu(value, min_val, max_val):
+def bfloat16_gelu(value, operand):
     """``gelu`` within 7e-5, and within 0.6% of its value above -4: a third of the error of rounding both to bfloat16.
 
     The factor is the same fit, of degree 3. It takes 0.35 ms.
@@ -246,13 +256,13 @@ def gelu_tanh_exponential(value):
 
 
 @triton.jit
-def gelu_tanh(value, min_val, max_val):
+def gelu_tanh(value, operand):
     """value * (1 + tanh(u)) / 2, an approximation of ``gelu``."""
     return tl.maximum(value / (1.0 + gelu_tanh_exponential(value)), -1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def gelu_tanh_gradient(gradient, value, min_val, max_val):
+def gelu_tanh_gradient(gradient, value, operand):
     """gradient * (s + v * s * (1 - s) * 2 du/dv) with s = (1 + tanh(u)) / 2.
 
     s * (1 - s) is 0 in float32 where v * v > 200. v * v is limited to that, so that it does not overflow.
@@ -265,21 +275,93 @@ def gelu_tanh_gradient(gradient, value, min_val, max_val):
     return gradient * (s + value * (s * rest) * slope)
 
 
+def _plain(value: torch.Tensor, operand: Any) -> torch.Tensor:
+    return value
+
+
+def _no_jumps(operand: Any) -> tuple[float, ...]:
+    return ()
+
+
+def source(function: triton.runtime.JITFunction) -> Any:
+    """What a jit function is made of, which a second definition shares. (The interpreter's have no key.)"""
+    return getattr(function, "cache_key", function)
+
+
 @dataclass(frozen=True)
 class Pointwise:
-    """A pointwise function of ``(value, min_val, max_val)`` and its gradient, as jit functions."""
+    """A pointwise function of a value and, where ``operand`` names its kind, an operand.
 
+    Args:
+        name: What chains, tables and compiled graphs call it: PyTorch's name for it.
+        function: jit function ``(value, operand) -> value``.
+        gradient: jit function ``(gradient, value, operand) -> gradient of value``; with a vector or a tensor as operand
+            ``-> (gradient of value, gradient of operand)``. Both have the value's shape; kernels add up a vector's.
+        plain: The same in PyTorch: ``(value, operand) -> value``. A vector comes with as many dimensions as the value.
+        operand: "" for none; "numbers": a tuple of numbers; "vector": one value a channel; "tensor": one a value.
+            Vectors and tensors have gradients, and may be None, which leaves the function out.
+        jumps: ``operand -> values`` where the function or its gradient jumps. Tests look away there.
+        forms: (dtype, function, gradient) that suffice where values are rounded to that dtype, and are faster.
+    """
+
+    name: str
     function: triton.runtime.JITFunction
     gradient: triton.runtime.JITFunction
+    plain: Callable[[torch.Tensor, Any], torch.Tensor] = field(default=_plain, repr=False)
+    operand: str = ""
+    jumps: Callable[[Any], tuple[float, ...]] = field(default=_no_jumps, repr=False)
+    forms: tuple[tuple[torch.dtype, triton.runtime.JITFunction, triton.runtime.JITFunction], ...] = field(
+        default=(), repr=False
+    )
+    #: What this is a form of, if it is one.
+    declared: "Pointwise | None" = field(default=None, repr=False, compare=False)
+
+    def form(self, dtype: torch.dtype) -> "Pointwise":
+        """This function as precise as values of ``dtype`` are."""
+        for known, function, gradient in self.forms:
+            if known == dtype:
+                return replace(self, function=function, gradient=gradient, forms=(), declared=self)
+        return self
+
+    @property
+    def has_tensor(self) -> bool:
+        """Whether the operand is a tensor, which has a gradient and may be None."""
+        return self.operand in ("vector", "tensor")
+
+    @property
+    def adds_vector(self) -> bool:
+        """Whether it adds a vector. Neighbours that do are added up first."""
+        return self.operand == "vector" and self.adds
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds a vector or a tensor. Its gradients do not depend on that."""
+        return self.has_tensor and self.function is add
+
+    @property
+    def cache_key(self) -> str:
+        """What compiled kernels depend on. (Triton would take the text, and miss an edit of the functions.)"""
+        return f"{source(self.function)}{source(self.gradient)}{self.operand}"
 
 
-IDENTITY = Pointwise(identity, identity_gradient)
-HARDTANH = Pointwise(hardtanh, hardtanh_gradient)
-HARDTANH_MISH = Pointwise(hardtanh_mish, hardtanh_mish_gradient)
-GELU = Pointwise(gelu, gelu_gradient)
-FLOAT16_GELU = Pointwise(float16_gelu, coarse_gelu_gradient)
-BFLOAT16_GELU = Pointwise(bfloat16_gelu, coarse_gelu_gradient)
-GELU_TANH = Pointwise(gelu_tanh, gelu_tanh_gradient)
+def _hardtanh(value, bounds):
+    # F.hardtanh refuses bounds beyond the dtype's range. The kernels take them for infinities.
+    most = torch.finfo(value.dtype).max
+    return F.hardtanh(value, *(bound if abs(bound) <= most else math.copysign(math.inf, bound) for bound in bounds))
 
-#: GELU as precise as values of a dtype are.
-GELU_OF = {torch.bfloat16: BFLOAT16_GELU, torch.float16: FLOAT16_GELU, torch.float32: GELU}
+
+ADD = Pointwise("add", add, add_gradient, lambda value, operand: value + operand, "vector")
+MUL = Pointwise("mul", mul, mul_gradient, lambda value, operand: value * operand, "vector")
+HARDTANH = Pointwise("hardtanh", hardtanh, hardtanh_gradient, _hardtanh, "numbers", jumps=lambda bounds: bounds)
+MISH = Pointwise("mish", mish, mish_gradient, lambda value, _: F.mish(value))
+GELU = Pointwise(
+    "gelu",
+    gelu,
+    gelu_gradient,
+    lambda value, _: F.gelu(value),
+    forms=(
+        (torch.bfloat16, bfloat16_gelu, coarse_gelu_gradient),
+        (torch.float16, float16_gelu, coarse_gelu_gradient),
+    ),
+)
+GELU_TANH = Pointwise("gelu_tanh", gelu_tanh, gelu_tanh_gradient, lambda value, _: F.gelu(value, approximate="tanh"))

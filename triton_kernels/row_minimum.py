@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.chain import Reduction
 from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.group_statistics import load_affine
@@ -112,6 +113,9 @@ def store_row_minimum(
         target = (tile.to(tl.int64) * M + matrix_rows) * GROUP_SIZE + members
         winner_normalized = winner_normalized.to(tl.float32, bitcast=True)
         tl.store(saved_normalized + target, winner_normalized, mask=(matrix_rows < M) & (members < GROUP_SIZE))
+
+
+ROW_MINIMUM = Reduction("row_minimum", store_row_minimum, lambda rows: torch.min(rows, dim=1, keepdim=True)[0])
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton_kernels.column_sums import add_up, empty_partials, store_sums
 from triton_kernels.device import INTERPRETED
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
-from triton_kernels.launch import launch, wait_for_launch_before
+from triton_kernels.launch import call, launch, wait_for_launch_before
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
@@ -276,7 +276,7 @@ def column_gradients_kernel(
     z_gradient,  # [M, GROUP_SIZE]
     order,
     offsets,
-    linear_bias_gradient,  # [N] or None, as the next two
+    bias_gradients,  # of the biases before the norm, which are the same: each [N] or None, as the next two
     norm_weight_gradient,
     norm_bias_gradient,
     GROUP_SIZE: tl.constexpr,
@@ -307,7 +307,8 @@ def column_gradients_kernel(
     target = group * GROUP_SIZE + members
     member_inside = members < GROUP_SIZE
     # There is no conversion from float64 to 16 bits.
-    store_sums(linear_bias_gradient, target, bias_sum.to(tl.float32), member_inside)
+    for i in tl.static_range(len(bias_gradients)):
+        store_sums(bias_gradients[i], target, bias_sum.to(tl.float32), member_inside)
     store_sums(norm_weight_gradient, target, norm_weight_sum.to(tl.float32), member_inside)
     store_sums(norm_bias_gradient, target, norm_bias_sum.to(tl.float32), member_inside)
 
@@ -349,7 +350,7 @@ def sums_and_order(
         offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=device)
         rank_programs = row_programs + blocks_of(num_groups + 1, block)
     else:
-        order, offsets = _sorted_rows(column, num_groups, group_size)
+        order, offsets = call(_sorted_rows, column, num_groups, group_size)
     if programs := sum_programs + rank_programs:
         launch(
             sums_and_ranks_kernel,
@@ -474,10 +475,11 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
 def column_gradients(
     minimum_gradient, winner, z_gradient, order, offsets, vector_gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """``vector_gradients`` become those of linear_bias, norm_weight and norm_bias: each [N] in any float dtype, or
-    None where not wanted."""
+    """``vector_gradients`` become those of the biases before the norm, of norm_weight and of norm_bias: each [N] in any
+    float dtype, or None where not wanted."""
     if all(gradient is None for gradient in vector_gradients):
         return
+    *bias_gradients, norm_weight_gradient, norm_bias_gradient = vector_gradients
     column, _, normalized = winner
     group_size = normalized.shape[1]
     num_groups = offsets.numel() - 1
@@ -492,7 +494,9 @@ def column_gradients(
         z_gradient,
         order,
         offsets,
-        *vector_gradients,
+        tuple(bias_gradients),
+        norm_weight_gradient,
+        norm_bias_gradient,
         GROUP_SIZE=group_size,
         BLOCK_M=max(1, 2048 // block_group),
         BLOCK_GROUP=block_group,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def nearest_tf32(value, min_val, max_val):
+def nearest_tf32(value, operand):
     """``value`` (float32) rounded; a pointwise function of the form that ``triton_kernels.pointwise`` describes."""
     bits = value.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

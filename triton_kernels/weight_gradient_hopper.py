@@ -31,11 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton_kernels.column_sums import column_sums
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.hopper import runs_hopper_convolutions
-from triton_kernels.launch import launch, wait_for_launch_before
+from triton_kernels.launch import call, launch, wait_for_launch_before
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64
@@ -385,10 +384,10 @@ def convolution_weight_gradient(
     """
     if count == 0:
         if not accumulate:
-            partials.zero_()
+            call(_zero, partials)
         return
     taps = _taps(kernel_size, dilation, config)
-    if _gradient_is_fixed(input, gradient, config):
+    if _gradient_is_fixed(input.shape, gradient.shape, config):
         fixed, shifted, fixed_first, shifted_first = gradient, input, gradient_first, input_first
     else:
         # The same sums, with the taps in reverse order: seen from the input, the last tap has the smallest shift.
@@ -417,31 +416,33 @@ def convolution_weight_gradient(
         blocks,
         TAPS=taps,
         ACCUMULATE=accumulate,
+        config=config,
         num_warps=4,
     )
 
 
-def finish(
-    partials: torch.Tensor,
-    input: torch.Tensor,
-    gradient: torch.Tensor,
+def _zero(tensor: torch.Tensor) -> None:
+    tensor.zero_()
+
+
+def by_taps(
+    sums: torch.Tensor,
+    input_shape: tuple[int, ...],
+    gradient_shape: tuple[int, ...],
     *,
     kernel_size: tuple[int, int],
     config: WeightGradientConfig,
 ) -> torch.Tensor:
-    """The weight gradient [KH, KW, O, C] in float32 (not contiguous), from ``convolution_weight_gradient``'s partials.
-
-    ``input`` and ``gradient`` are as there; only their shapes matter.
-    """
-    input_blocks, gradient_blocks = (blocks_of(t.shape[3], _CHANNELS) for t in (input, gradient))
-    sums = column_sums(partials)
-    if _gradient_is_fixed(input, gradient, config):
+    """The weight gradient [KH, KW, O, C] in float32 (not contiguous): ``sums`` are ``convolution_weight_gradient``'s
+    partials added up over the shares, and the shapes those of its input and gradient."""
+    input_blocks, gradient_blocks = (blocks_of(shape[3], _CHANNELS) for shape in (input_shape, gradient_shape))
+    if _gradient_is_fixed(input_shape, gradient_shape, config):
         sums = sums.view(gradient_blocks, input_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 0, 4, 1, 5)
     else:
         sums = sums.view(input_blocks, gradient_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 1, 5, 0, 4)
         sums = sums.flip(0, 1)
     sums = sums.reshape(*kernel_size, gradient_blocks * _CHANNELS, input_blocks * _CHANNELS)
-    return sums[:, :, : gradient.shape[3], : input.shape[3]]
+    return sums[:, :, : gradient_shape[3], : input_shape[3]]
 
 
 @functools.lru_cache
@@ -449,11 +450,13 @@ def _taps(kernel_size: tuple[int, int], dilation: tuple[int, int], config: Weigh
     return Taps(kernel_size, dilation, config.columns, config.stages)
 
 
-def _gradient_is_fixed(input: torch.Tensor, gradient: torch.Tensor, config: WeightGradientConfig) -> bool:
+def _gradient_is_fixed(
+    input_shape: tuple[int, ...], gradient_shape: tuple[int, ...], config: WeightGradientConfig
+) -> bool:
     """Whether the gradient has no more tiles than the input."""
     rows = _PIXELS // config.columns
     of_gradient, of_input = (
-        blocks_of(t.shape[1], rows) * blocks_of(t.shape[2], config.columns) for t in (gradient, input)
+        blocks_of(shape[1], rows) * blocks_of(shape[2], config.columns) for shape in (gradient_shape, input_shape)
     )
     return of_gradient <= of_input
 

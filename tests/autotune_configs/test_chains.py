@@ -3,13 +3,14 @@
 import pytest
 
 import ops
-from autotune_configs.chains import CHAINS, GRID, LinearChain, kernels_of
+from autotune_configs.chains import CHAINS, GRID, kernels_of, linear_problems
 from autotune_configs.commands import _INTERPRETED_SHAPES
 from autotune_configs.heuristics import WIDEST_TILE
 from autotune_configs.problem import Problem
 from bench.cells import CHAINS as MEASURED
 from bench.sizes import GRID as MEASURED_GRID
 from bench.sizes import SMALL, TARGET
+from triton_kernels.chains import LINEAR_GROUP_NORM_HARDTANH
 
 
 def test_functions():
@@ -38,7 +39,6 @@ def test_groups_and_targets():
     assert CHAINS.keys() == MEASURED.keys()
     for name, chain in CHAINS.items():
         measured = MEASURED[name]
-        assert chain.group_size == measured.group_size
         assert chain.target == sizes(TARGET[measured.product])
         assert _INTERPRETED_SHAPES[len(chain.target)] == sizes(SMALL[measured.product])
 
@@ -46,8 +46,8 @@ def test_groups_and_targets():
 def test_the_product_normalises_what_a_tile_holds():
     """Groups up to the widest tile, but no wider ones and only powers of two."""
     for group_size, is_held in ((WIDEST_TILE, True), (2 * WIDEST_TILE, False), (96, False)):
-        chain = LinearChain("", "linear_group_norm_hardtanh", group_size)
-        product, *others = chain.problems((8, 64, 2 * group_size), "bfloat16", ("forward",))
+        sizes = (8, 64, 2 * group_size)
+        product, *others = linear_problems(LINEAR_GROUP_NORM_HARDTANH, sizes, "bfloat16", ("forward",), group_size)
         kernel, width = ("linear_group_norm_hardtanh", group_size) if is_held else ("linear_bias", 1)
         assert product == Problem(kernel, "bfloat16", (8, 2 * group_size, 64, width))
         assert bool(others) != is_held

@@ -273,7 +273,7 @@ def test_what_can_be_shown_is_listed(folder, capsys):
 
 
 def test_every_size_has_a_meaning():
-    forms = [*(chain.form for chain in CHAINS.values()), *(kernel.size_names for kernel in KERNELS.values())]
+    forms = [each.size_names for each in (*CHAINS.values(), *KERNELS.values())]
     assert {name for form in forms for name in form} == {
         name for names in reporting.SIZES for name in names.split(", ")
     }

@@ -15,7 +15,7 @@ PROBLEMS = list(
     dict.fromkeys(
         problem
         for chain in CHAINS.values()
-        for shape in (chain.target, *(GRID if len(chain.form) == 3 else ()))
+        for shape in (chain.target, *(GRID if len(chain.size_names) == 3 else ()))
         for dtype in DTYPES
         for problem in chain.problems(shape, dtype, PASSES)
     )

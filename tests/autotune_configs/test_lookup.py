@@ -209,9 +209,9 @@ def test_what_is_found_is_kept(folder):
     """A second lookup is answered by a cache (the bench times it)."""
     arguments = "linear_bias", torch.bfloat16, 1024, 8192, 8192, 1, torch.device("cpu")
     autotune_configs.linear_config(*arguments)
-    before = lookup._config.cache_info()
+    before = lookup.find.cache_info()
     autotune_configs.linear_config(*arguments)
-    after = lookup._config.cache_info()
+    after = lookup.find.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 

@@ -3,29 +3,33 @@
 import pytest
 import torch
 
-from bench import captured
+from bench import captured, timing
 from bench.__main__ import main
-from bench.captured import CAPTURED, COMPILED, EAGER, difference, make_cells
+from bench.captured import difference
+from bench.cells import default_shapes, make_cells
 from bench.results import read_all
-from bench.schema import CallTimes, CapturedRow
+from bench.schema import CAPTURED, COMPILED, EAGER, CallTimes, CapturedRow
 from tests.bench.refusals import assert_refused
 
 CPU = torch.device("cpu")
 
 
 def test_cells():
-    cells = make_cells(["l94", "l19"], ["bfloat16", "float32"], ["forward", "training"], on_gpu=True)
+    cells = make_cells(["l94", "l19"], ["bfloat16", "float32"], ["forward", "training"], default_shapes(on_gpu=True))
     assert [str(cell) for cell in cells] == [
         "L94 bfloat16 forward 1024x8192x8192",
         "L94 bfloat16 training 1024x8192x8192",
-        "L19 bfloat16 forward 128x64x64x256x256x3 contiguous",
-        "L19 bfloat16 training 128x64x64x256x256x3 contiguous",
         "L94 float32 highest forward 1024x8192x8192",
         "L94 float32 highest training 1024x8192x8192",
+        "L19 bfloat16 forward 128x64x64x256x256x3 contiguous",
+        "L19 bfloat16 training 128x64x64x256x256x3 contiguous",
         "L19 float32 highest forward 128x64x64x256x256x3 contiguous",
         "L19 float32 highest training 128x64x64x256x256x3 contiguous",
     ]
-    assert str(make_cells(["l75"], ["float16"], ["forward"], on_gpu=False)[0]) == "L75 float16 forward 8x64x64"
+    assert (
+        str(make_cells(["l75"], ["float16"], ["forward"], default_shapes(on_gpu=False))[0])
+        == "L75 float16 forward 8x64x64"
+    )
 
 
 def test_difference():
@@ -41,7 +45,7 @@ def test_difference():
 @pytest.mark.parametrize("mode", ["forward", "training"])
 def test_measure(mode):
     """In the interpreter, where there are no graphs and nothing is timed."""
-    (cell,) = make_cells(["l75"], ["bfloat16"], [mode], on_gpu=False)
+    (cell,) = make_cells(["l75"], ["bfloat16"], [mode], default_shapes(on_gpu=False))
     assert captured.measure(cell, 2, CPU) == CapturedRow(
         **cell.identity, calls={EAGER: CallTimes(), COMPILED: CallTimes()}
     )
@@ -70,20 +74,22 @@ def test_times(calls, monkeypatch):
     calls.update({EAGER: 1.0, COMPILED: 1.0, CAPTURED: 2.0})
     times = {EAGER: [10.0, 20.0, 40.0], COMPILED: [11.0, 20.0, 36.0]}
 
-    def time_rounds(calls, rounds, device):
-        assert (list(calls), rounds, device.type) == ([EAGER, COMPILED], 3, "cuda")
+    def time_rounds(calls, rounds, clock):
+        assert (list(calls), rounds, clock) == ([EAGER, COMPILED], 3, torch.device("cuda"))
         return times
 
     monkeypatch.setattr(captured, "make_problem", lambda cell, device: None)
     monkeypatch.setattr(captured, "warm_up", lambda call: call())
-    monkeypatch.setattr(captured, "time_rounds", time_rounds)
-    monkeypatch.setattr(captured, "time_host", lambda calls, synchronize: {EAGER: 5.0, COMPILED: 7.0})
-    (cell,) = make_cells(["l94"], ["bfloat16"], ["forward"], on_gpu=True)
+    loops = {EAGER: [4.0, 5.0, 9.0], COMPILED: [7.0]}, {EAGER: [25.0], COMPILED: [21.0, 24.0, 22.0]}
+    monkeypatch.setattr(timing, "DeviceClock", lambda device: device)
+    monkeypatch.setattr(timing, "time_rounds", time_rounds)
+    monkeypatch.setattr(timing, "time_loops", lambda calls, synchronize: loops)
+    (cell,) = make_cells(["l94"], ["bfloat16"], ["forward"], default_shapes(on_gpu=True))
     row = captured.measure(cell, 3, torch.device("cuda"))
     assert row.rounds == 3
     assert row.calls == {
-        EAGER: CallTimes(us=20.0, host_us=5.0),
-        COMPILED: CallTimes(us=20.0, over_eager=1.0, host_us=7.0),
+        EAGER: CallTimes(us=20.0, host_us=5.0, wall_us=25.0),
+        COMPILED: CallTimes(us=20.0, over_eager=1.0, host_us=7.0, wall_us=22.0),
         CAPTURED: CallTimes(failure="the output differs from the eager call's by 1.73e+00 of 1.73e+00"),
     }
 
@@ -132,11 +138,18 @@ def test_failure_of_the_eager_call(calls, tmp_path):
     assert calls_of(path) == {EAGER: CallTimes(failure="ValueError: none")}
 
 
-def test_table_marks_what_is_slower():
-    calls = {EAGER: CallTimes(5.4, None, 3.0), COMPILED: CallTimes(5.6, 1.03, 3.0), CAPTURED: CallTimes(failure="no")}
-    (cell,) = make_cells(["l94"], ["float32"], ["forward"], on_gpu=False)
-    (table,) = captured.show([CapturedRow(**cell.identity, rounds=1, calls=calls)])
-    assert [line.style for line in table.rows] == [None, "red", "red"]
+def test_table():
+    """One line a cell, red where a call failed or is slower than the eager one."""
+    slower = {EAGER: CallTimes(us=5.4, host_us=3.0, wall_us=6.0), COMPILED: CallTimes(us=5.6, over_eager=1.03)}
+    failed = {EAGER: CallTimes(us=5.4), CAPTURED: CallTimes(failure="no")}
+    as_fast = {EAGER: CallTimes(us=5.4), COMPILED: CallTimes(us=5.4, over_eager=1.02)}
+    (cell,) = make_cells(["l94"], ["float32"], ["forward"], default_shapes(on_gpu=False))
+    rows = [CapturedRow(**cell.identity, rounds=1, calls=calls) for calls in (slower, failed, as_fast)]
+    (table,) = captured.show(rows)
+    assert [line.style for line in table.rows] == ["red", "red", None]
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1:4] == [["5", "5", "5"], ["1.030", "–", "1.020"], ["–", "failed", "–"]]
+    assert cells[4:] == [["3, –, –", "–", "–"], ["6, –, –", "–", "–"]]
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,17 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cells import CHAINS, DTYPES, Cell, make_problem, make_step
-from bench.convolution_chains import L19, ConvolutionShape
-from bench.linear_chains import L75, L94, LinearShape
-from bench.schema import MODES
+from bench.cells import DTYPES, Cell, make_bare_step, make_problem, make_step
+from bench.chains import CHAINS, L19, L75, L94
+from bench.schema import ALL_MODES
 
 CPU = torch.device("cpu")
-SHAPES = {LinearShape: LinearShape(5, 16, 24), ConvolutionShape: ConvolutionShape(3, 8, 16, 4, 5, 3)}
+SHAPES = {"GEMM": "5x16x24", "convolution": "3x8x16x4x5x3"}
 
 
 def cell_of(chain, dtype="float32", mode="training", memory_format=None):
     precision = "highest" if dtype == "float32" else None
-    return Cell(chain, dtype, precision, mode, SHAPES[chain.shape_class], memory_format)
+    return Cell(chain, dtype, precision, mode, SHAPES[chain.product], memory_format)
 
 
 def test_names():
@@ -43,15 +42,15 @@ def test_memory_formats(dtype):
     assert problems[0].output_gradient.shape == (3, 16, 6, 7)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_bare_call(chain, mode):
     """The products that autograd runs: one for the forward pass, three of the same size for training."""
     cell = cell_of(chain, mode=mode, memory_format="channels_last" if chain is L19 else None)
     problem = make_problem(cell, CPU)
-    call = chain.bare_call(mode, problem.tensors, problem.output_gradient)
+    call = make_bare_step(cell, problem)
     with FlopCounterMode(display=False) as counter:
-        results = call()
+        output, gradients = call()
     one = 2 * 3 * 8 * 16 * 4 * 5 * 3 * 3 if chain is L19 else 2 * 5 * 16 * 24
     assert counter.get_total_flops() == one * (3 if mode == "training" else 1)
 
@@ -61,11 +60,12 @@ def test_bare_call(chain, mode):
         assert product.is_contiguous(memory_format=torch.channels_last)
     else:
         product = F.linear(input, weight)
-    if mode == "forward":
-        torch.testing.assert_close(results, product.detach())
+    torch.testing.assert_close(output, product, check_stride=True)
+    if mode == "training":
+        expected = torch.autograd.grad(product, (input, weight), problem.output_gradient.reshape(product.shape))
+        torch.testing.assert_close(gradients, expected, check_stride=True)
     else:
-        gradients = torch.autograd.grad(product, (input, weight), problem.output_gradient.reshape(product.shape))
-        torch.testing.assert_close(results, (product.detach(), *gradients))
+        assert not gradients
 
 
 @pytest.mark.parametrize("precision, allowed", [("highest", False), ("high", True), (None, True)])
@@ -117,6 +117,21 @@ def test_gradient_arrives_in_the_layout_of_the_output():
 
 def test_sample_dimension():
     for chain, expected in ((L94, 0), (L75, 2), (L19, 0)):
-        shape = SHAPES[chain.shape_class]
+        cell = cell_of(chain)
         assert chain.sample_dimension == expected
-        assert chain.output_shape(shape)[expected] == shape.batch
+        assert make_problem(cell, CPU).output_gradient.shape[expected] == cell.sizes[0]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_what_a_step_keeps(mode):
+    """A training step has all gradients; the forward pass with gradients has a graph for them, the other none."""
+    problem = make_problem(cell_of(L94), CPU)
+
+    def forward(tensors):
+        assert all(tensor.requires_grad == (mode != "forward") for tensor in tensors.values())
+        return sum(tensor.sum() for tensor in tensors.values())
+
+    output, gradients = make_step(mode, forward, problem.tensors, torch.ones(()))()
+    assert output.requires_grad == (mode == "forward_grad")
+    assert len(gradients) == (len(problem.tensors) if mode == "training" else 0)
+    assert not any(tensor.requires_grad for tensor in problem.tensors.values())

@@ -6,14 +6,12 @@ from torch.nn import functional as F
 
 from bench import checking
 from bench.cells import Cell, make_problem
-from bench.checking import check
-from bench.convolution_chains import L19, ConvolutionShape
-from bench.linear_chains import L30, L75, L94, LinearShape
-from ops import reference
+from bench.chains import L19, L30, L75, L94
+from bench.checking import Comparison, check, worst_of
 
 CPU = torch.device("cpu")
-L19_CELL = Cell(L19, "bfloat16", None, "training", ConvolutionShape(5, 8, 16, 4, 5, 3), "channels_last")
-LINEAR_CELLS = [Cell(chain, "float32", "highest", "training", LinearShape(5, 16, 64)) for chain in (L94, L75, L30)]
+L19_CELL = Cell(L19, "bfloat16", None, "training", "5x8x16x4x5x3", "channels_last")
+LINEAR_CELLS = [Cell(chain, "float32", "highest", "training", "5x16x64") for chain in (L94, L75, L30)]
 L19_TENSORS = ("input", "weight", "conv_bias", "norm_weight", "norm_bias")
 
 
@@ -23,20 +21,24 @@ def l19(tensors):
 
 
 def plain(cell):
-    return l19 if cell.chain is L19 else cell.chain.bind(reference, cell.shape.channels)
+    return l19 if cell.chain is L19 else cell.bind("ops.reference")
 
 
 def check_l19(ours, cell=L19_CELL):
     return check(cell, make_problem(cell, CPU), ours, l19)
 
 
+def red_tensors(result):
+    return [name for name, errors in result.errors.items() if Comparison(name, *errors).is_red]
+
+
 def test_equal_results_are_green():
     """Every tensor is compared, at errors of bfloat16's size."""
     result = check_l19(l19)
-    assert [entry.tensor for entry in result.comparisons] == ["output", *(f"d_{name}" for name in L19_TENSORS)]
+    assert list(result.errors) == ["output", *(f"d_{name}" for name in L19_TENSORS)]
     assert not result.is_red and result.away_from_jumps == 1.0
-    for entry in result.comparisons:
-        assert entry.ours == entry.torch and 1e-4 < entry.ours < 1e-1
+    for ours, torch_error in result.errors.values():
+        assert ours == torch_error and 1e-4 < ours < 1e-1
 
 
 @pytest.mark.parametrize("cell", [L19_CELL, *LINEAR_CELLS], ids=str)
@@ -51,15 +53,13 @@ def test_float64_in_parts(cell, monkeypatch):
         return plain(cell)({name: tensor.double() for name, tensor in tensors.items()}).to(cell.torch_dtype)
 
     whole = check(cell, problem, ours, plain(cell))
-    monkeypatch.setattr(checking, "_ELEMENTS_AT_ONCE", 2 * problem.output_gradient.numel() // cell.shape.batch)
+    monkeypatch.setattr(checking, "_ELEMENTS_AT_ONCE", 2 * problem.output_gradient.numel() // cell.sizes[0])
     parts = check(cell, problem, ours, plain(cell))
-    assert (whole.samples, whole.samples_at_once) == (5, 5)
-    assert (parts.samples, parts.samples_at_once) == (5, 2)
-    for entry, expected in zip(parts.comparisons, whole.comparisons, strict=True):
-        assert entry.tensor == expected.tensor
-        assert entry.ours == pytest.approx(expected.ours, rel=1e-6)
-        assert entry.torch == pytest.approx(expected.torch, rel=1e-6)
-    assert parts.comparisons[0].ours != parts.comparisons[0].torch
+    assert (whole.samples_at_once, parts.samples_at_once) == (5, 2)
+    assert list(parts.errors) == list(whole.errors)
+    for name, errors in parts.errors.items():
+        assert errors == pytest.approx(whole.errors[name], rel=1e-6)
+    assert parts.errors["output"][0] != parts.errors["output"][1]
 
 
 @pytest.mark.parametrize("sample", [0, 2, -1])
@@ -76,8 +76,8 @@ def test_one_wrong_element_of_the_output(sample, wrong, monkeypatch):
     monkeypatch.setattr(checking, "_ELEMENTS_AT_ONCE", 1)
     result = check_l19(ours)
     assert result.samples_at_once == 1
-    assert result.is_red and result.worst.tensor == "output"
-    assert [entry.tensor for entry in result.comparisons if entry.is_red] == ["output"]
+    assert result.is_red and worst_of(result.errors).tensor == "output"
+    assert red_tensors(result) == ["output"]
 
 
 @pytest.mark.parametrize("name", L19_TENSORS)
@@ -90,7 +90,7 @@ def test_wrong_gradient(name):
         return l19({**tensors, name: grown})
 
     result = check_l19(ours)
-    assert [entry.tensor for entry in result.comparisons if entry.is_red] == [f"d_{name}"]
+    assert red_tensors(result) == [f"d_{name}"]
 
 
 def test_wrong_shape():

@@ -11,7 +11,7 @@ import torch
 
 from bench import first_call, recording
 from bench.__main__ import main
-from bench.cells import make_cells
+from bench.cells import default_shapes, make_cells
 from bench.first_call_process import compiled_kernels
 from bench.results import now, read_all
 from bench.schema import FirstCallRow, Run
@@ -36,7 +36,7 @@ def test_process():
     arguments = ("-m", "bench.first_call_process", "l75", "bfloat16", "8x64x64", "cpu")
     result = python(*arguments, TRITON_INTERPRET="1", TRITON_CACHE_DIR="/nonexistent")
     assert result.returncode == 0, result.stderr
-    (cell,) = make_cells(["l75"], ["bfloat16"], ["forward"], on_gpu=False)
+    (cell,) = make_cells(["l75"], ["bfloat16"], ["forward"], default_shapes(on_gpu=False))
     row = FirstCallRow(**cell.identity, **json.loads(result.stdout))
     assert row.import_s > 0 and row.first_call_s > 0 and row.later_call_us > 0
     assert (row.kernels, row.kernels_not_run) == ([], None)
@@ -78,7 +78,10 @@ FOUND = {"import_s": 1.0, "first_call_s": 2.0, "kernels": ["a"] * 3, "kernels_no
 
 def test_an_empty_cache_for_each(process):
     started = process(stdout="noise\n" + json.dumps(FOUND) + "\n")
-    found = [first_call.measure(cell) for cell in make_cells(["l94", "l19"], ["float32"], ["forward"], on_gpu=True)]
+    found = [
+        first_call.measure(cell)
+        for cell in make_cells(["l94", "l19"], ["float32"], ["forward"], default_shapes(on_gpu=True))
+    ]
     assert [cache_is_new for _, _, cache_is_new in started] == [True, True]
     assert started[0][1] != started[1][1] and not started[0][1].exists()
     assert [command[3:] for command, _, _ in started] == [
@@ -114,7 +117,7 @@ def test_table(process, gpu, capsys):
     assert main(["first-call", "--chains", "l94", "--dtypes", "float32"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "│ L94" in line)
     values = [value.strip() for value in line.strip("│").split("│")]
-    assert values == ["L94 float32 forward 1024x8192x8192", "1.00", "2.00", "3", "a", "5"]
+    assert values == ["L94 float32 forward 1024x8192x8192", "1.00", "2.00", "3", "`a`", "5"]
 
 
 @pytest.mark.parametrize(

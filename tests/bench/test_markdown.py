@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.markdown import write_page
-from bench.page_tables import fill_tables
+from bench.markdown import fill_tables, write_page
 from bench.results import read_all
 from tests.bench.result_files import CONVOLUTION, TARGET, cell, first_call, red, rows, write
 
@@ -86,11 +85,11 @@ def with_peers(content, **by_peer):
 def test_nothing_is_left_out_in_silence(page):
     """Sections without results say so."""
     sections = page(rows())
-    for title in ("## Added memory", "## Growth", "## Host time", "## First call"):
+    for title in ("## Added memory", "## Growth", "## Host time", "## Wall clock", "## First call"):
         assert sections[title].strip() == "Not measured."
     assert sections["## Times"].strip() != "Not measured."
     only_first_calls = page([first_call()], experiment="first_call")
-    for title in ("## Times", "## Errors", "## Added memory", "## Growth", "## Host time"):
+    for title in ("## Times", "## Errors", "## Added memory", "## Growth", "## Host time", "## Wall clock"):
         assert only_first_calls[title].strip() == "Not measured."
 
 
@@ -200,13 +199,14 @@ def test_growth(page):
     }
 
 
-def test_host_time(page):
+@pytest.mark.parametrize("title, field", [("Host time", "host_us"), ("Wall clock", "wall_us")])
+def test_host_time_and_wall_clock(title, field, page):
     """At the listed shapes and at a batch of 16, with the ratio to eager PyTorch's."""
     content = with_peers(
         [row for shape in (TARGET, "16x1024x1024", "64x1024x1024") for row in rows(shape=shape, modes=("forward",))],
-        host_us={"ours": 30.0, "eager": 40.0},
+        **{field: {"ours": 30.0, "eager": 40.0}},
     )
-    (table,) = tables(page(content)["## Host time"])
+    (table,) = tables(page(content)[f"## {title}"])
     assert [row["shape"] for row in table] == ["16x1024x1024", TARGET]
     assert (table[0]["normfuse"], table[0]["bare"], table[0]["eager"]) == ("30", "–", "40")
     assert table[0]["normfuse / eager"] == "0.75"
@@ -288,6 +288,14 @@ def test_table_of_captured_calls(table):
     assert note.endswith("triton 3.6. 30 interleaved rounds; commit aaaaaaaaaa, 2026-01-02.")
 
 
+def test_table_of_captured_calls_with_their_wall_clock(table):
+    """Older results lack it, and then there is no such column."""
+    calls = {"eager": {"us": 184.2, "wall_us": 220.0}, "graph": {"us": 183.0, "over_eager": 0.99, "wall_us": 190.4}}
+    (line,), _ = table("captured", [cell(calls=calls, rounds=30)], experiment="captured")
+    assert list(line)[-1] == "wall clock, µs: eager, compiled, graph"
+    assert list(line.values())[3:] == ["184", "–", "0.990", "220, –, 190"]
+
+
 def test_table_of_shards(table):
     row = cell(
         divided="batch", gpus=2, us=116.0, alone_us=191.0, speedup=1.64, in_a_row_us=332.0, alone_in_a_row_us=192.0
@@ -299,7 +307,7 @@ def test_table_of_shards(table):
         *("batch", "2", "191", "116", "1.64", "192, 332"),
         "134 MB in 5 `all_reduce`, 0.0041 MB in 1 `all_gather`",
     ]
-    assert list(lines[1].values())[3:] == ["channels", "2", "red", "red", "–", "–, –", "nothing"]
+    assert list(lines[1].values())[3:] == ["channels", "2", "red", "red", "–", "–", "nothing"]
 
 
 def test_table_of_commits(table):

@@ -90,15 +90,15 @@ INTERRUPTED = """
 import os, sys
 sys.modules["msgspec"] = sys.modules["matplotlib"] = None
 os.environ["TRITON_INTERPRET"] = "1"
-from bench import run
+from bench import times
 from bench.__main__ import main
-measured, measure = [], run.measure
+measured, measure = [], times.measure
 def interrupted(cell, *arguments):
     if measured:
         raise KeyboardInterrupt
     measured.append(cell)
     return measure(cell, *arguments)
-run.measure = interrupted
+times.measure = interrupted
 sys.exit(main(sys.argv[1:]))
 """
 

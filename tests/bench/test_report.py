@@ -206,7 +206,7 @@ def test_csv(tmp_path):
     """One header, and one line a peer or call. What a row lacks is empty. Nothing else is written."""
     write(tmp_path / "a.jsonl", rows(modes=("forward",)))
     write(tmp_path / "b.jsonl", [first_call(kernels_not_run=["b"])], "first_call")
-    calls = {"eager": {"us": 9.5, "host_us": 7.0}, "compile": {"failure": "no"}}
+    calls = {"eager": {"us": 9.5, "host_us": 7.0, "wall_us": 12.5}, "compile": {"failure": "no"}}
     write(tmp_path / "c.jsonl", [cell(calls=calls, rounds=30)], "captured")
     sharded = {"divided": "batch", "gpus": 2, "collectives": {"all_reduce": {"count": 3, "bytes": 64}}}
     write(tmp_path / "d.jsonl", [cell() | sharded], "tensor_parallel")
@@ -224,6 +224,7 @@ def test_csv(tmp_path):
         ("tensor_parallel", "", "", ""),
     ]
     assert (found[2]["ours_over"], found[2]["errors.output.torch"], found[2]["run.torch"]) == ("0.5", "0.002", "2.11")
+    assert [line["wall_us"] for line in found] == ["", "", "", "12.5", "", "", ""]
     assert (found[4]["failure"], found[5]["kernels"], found[5]["kernels_not_run"]) == ("no", "a b", "b")
     assert found[6]["collectives.all_reduce.bytes"] == "64" and {line["device"] for line in found} == {"NVIDIA H200"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.timing import BURST_CALLS, time_host
+from bench.timing import LOOP_CALLS, QUEUED_CALLS, time_loops
 
 
 class Device:
@@ -13,7 +13,7 @@ class Device:
 
     def __init__(self):
         self.now = self.idle_at = 0.0
-        self.queued = self.most_queued = self.synchronized = 0
+        self.queued = self.most_queued = 0
 
     def clock(self):
         return self.now * 1e-6
@@ -21,7 +21,6 @@ class Device:
     def synchronize(self):
         self.now = max(self.now, self.idle_at)
         self.queued = 0
-        self.synchronized += 1
 
     def call(self, host, device):
         """``host`` gives the microseconds of one call after another."""
@@ -40,36 +39,65 @@ def always(microseconds):
         yield microseconds
 
 
+def are(times, microseconds):
+    return times == pytest.approx([microseconds] * len(times))
+
+
 @pytest.mark.parametrize("work", [1.0, 50_000.0], ids=["fast device", "slow device"])
 def test_host_time_is_the_host_alone(work):
     device = Device()
     calls = {"ours": device.call(always(30.0), work), "eager": device.call(always(70.0), work)}
-    times = time_host(calls, device.synchronize, device.clock)
-    assert times == {"ours": pytest.approx(30.0), "eager": pytest.approx(70.0)}
-    assert device.most_queued == BURST_CALLS  # of one peer: each begins with an idle device
+    host, wall = time_loops(calls, device.synchronize, clock=device.clock)
+    assert host.keys() == wall.keys() == {"ours", "eager"}
+    assert are(host["ours"], 30.0) and are(host["eager"], 70.0)
+    assert device.most_queued == LOOP_CALLS  # of one peer: each begins with an idle device
     assert device.queued == 0
 
 
-def test_median_over_bursts():
-    """One slow call does not count."""
+def test_wall_clock_is_of_what_is_slower():
+    """The device's time where that is longer; else the host's, and the device's of the last call."""
+    device = Device()
+    calls = {"host": device.call(always(30.0), 4.0), "device": device.call(always(30.0), 500.0)}
+    _, wall = time_loops(calls, device.synchronize, clock=device.clock)
+    assert are(wall["host"], 30.0 + 4.0 / LOOP_CALLS)
+    assert are(wall["device"], 500.0 + 30.0 / LOOP_CALLS)
+
+
+def test_a_full_queue_does_not_count_as_the_host():
+    """The host waits for the device after the first calls of each loop."""
+    device = Device()
+
+    def full_queue():
+        while True:
+            yield from [30.0] * QUEUED_CALLS + [500.0] * (LOOP_CALLS - QUEUED_CALLS)
+
+    host, _ = time_loops({"ours": device.call(full_queue(), 500.0)}, device.synchronize, clock=device.clock)
+    assert are(host["ours"], 30.0)
+
+
+def test_loops_are_apart():
+    """One slow call is in one loop."""
 
     def one_slow_call():
         yield 9e5
         yield from always(30.0)
 
     device = Device()
-    times = time_host({"ours": device.call(one_slow_call(), 1.0)}, device.synchronize, device.clock)
-    assert times["ours"] == pytest.approx(30.0)
+    host, _ = time_loops({"ours": device.call(one_slow_call(), 1.0)}, device.synchronize, clock=device.clock)
+    assert host["ours"][0] > 1e5 and are(host["ours"][1:], 30.0)
 
 
-def test_fewer_bursts_of_long_calls():
-    """Three bursts suffice where all of them would take minutes."""
+def test_fewer_loops_of_long_calls():
+    """Three loops suffice where all of them would take minutes."""
     device = Device()
-    time_host({"ours": device.call(always(30.0), 1e6)}, device.synchronize, device.clock)
-    assert device.synchronized == 3 + 1  # 5 s each
+    host, wall = time_loops({"ours": device.call(always(30.0), 1e6)}, device.synchronize, clock=device.clock)
+    assert len(host["ours"]) == len(wall["ours"]) == 3  # 20 s each
 
 
-def test_a_short_time_takes_all_bursts():
+def test_a_short_time_takes_all_loops():
     device = Device()
-    time_host({"ours": device.call(always(30.0), 1.0)}, device.synchronize, device.clock)
-    assert device.synchronized == 20 + 1
+    call = device.call(always(30.0), 1.0)
+    host, wall = time_loops({"ours": call}, device.synchronize, clock=device.clock)
+    assert len(host["ours"]) == len(wall["ours"]) == 20
+    host, wall = time_loops({"ours": call}, device.synchronize, seconds=0, clock=device.clock)
+    assert len(host["ours"]) == len(wall["ours"]) == 3  # the same in every process

@@ -200,6 +200,29 @@ def assert_same(fused, plain, input, **tolerance):
         torch.testing.assert_close(mine[name], expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
+def outcome(model, *arguments, **options):
+    """What a call returns, or the type of what it raises."""
+    try:
+        return model(*arguments, **options)
+    except Exception as error:
+        return type(error)
+
+
+def assert_alike(mine, theirs):
+    """Tensors to rounding, with their strides; of all else, their types and values."""
+    assert type(mine) is type(theirs), (mine, theirs)
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, check_stride=True)
+    elif isinstance(theirs, (tuple, list)):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_alike(one, other)
+    elif isinstance(theirs, dict):
+        assert_alike(list(mine.items()), list(theirs.items()))
+    else:
+        assert mine == theirs
+
+
 def calls(monkeypatch):
     """A fixture of each file: the names of the fused functions, in the order of their calls."""
     names = []

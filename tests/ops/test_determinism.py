@@ -75,7 +75,7 @@ def test_many_rows_choose_one_group():
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("chain", [*CHAINS, L19], ids=chain_id)
 def test_memory_never_written_to_shows(chain, training, monkeypatch):
-    """A call without the last of its launches, here one that is repeated (``ops/replay.py``), leaves NaN."""
+    """A call without the last of its launches, here one that comes again (``ops/plans.py``), leaves NaN."""
     sizes = Problem(2, 4, 2, 4, pixels=(3, 3)) if chain is L19 else Problem(rows=5, depth=16, groups=3, group_size=16)
     arguments = make_arguments(chain, sizes, torch.bfloat16)
     grad_output = draw_grad_output(chain, arguments, unsafe="keep")

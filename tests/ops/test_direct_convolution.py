@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from ops import direct_convolution, precision
+from ops.calls import Call
 from ops.convolution import ConvTranspose2dGeometry
 from tests.accuracy import check_not_finite, draw_grad_output, run
 from tests.chains import L19, Problem, doubled, make_arguments
 from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
+from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.image_statistics import PartialStatistics
+from triton_kernels.launch import call
 from triton_kernels.tf32 import round_to_tf32
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -37,18 +40,25 @@ def multiplied(input, weight, problem, size):
     return F.conv2d(padded, weight.double().permute(2, 3, 0, 1), dilation=problem.dilation)
 
 
-def convolved(input, weight, bias, problem, *, output, partials=None, activation=None):
+def convolved(input, weight, bias, problem, *, output, partials=None, chain=None, operands=()):
     assert hopper.takes_input(input)
+    of_partials = (None, None, None) if partials is None else (partials.counts, partials.means, partials.m2s)
+    call(_convolve, input, weight, bias, problem, output, *of_partials)
+
+
+def _convolve(input, weight, bias, problem, output, counts, means, m2s):
+    if input.is_meta:
+        return
     if input.dtype == torch.float32:
         assert not (input.view(torch.int32) & 0x1FFF)[input.isfinite()].any(), "TF32's numbers"
         weight = round_to_tf32(weight)
     values = multiplied(input, weight, problem, output.shape[2:])
     output.copy_(values if bias is None else values + bias.double()[:, None, None])
-    if partials is not None:
+    if counts is not None:
         activated = F.gelu(output.double()).flatten(2)
-        partials.counts.fill_(activated.shape[2])
-        partials.means.copy_(activated.mean(2)[:, None])
-        partials.m2s.copy_(activated.var(2, correction=0)[:, None] * activated.shape[2])
+        counts.fill_(activated.shape[2])
+        means.copy_(activated.mean(2)[:, None])
+        m2s.copy_(activated.var(2, correction=0)[:, None] * activated.shape[2])
 
 
 def add_weight_gradient(
@@ -56,6 +66,12 @@ def add_weight_gradient(
 ):
     assert weight_gradient_hopper.supports(input, gradient, kernel_size, dilation, config)
     assert (input_first, gradient_first, count) == (0, 0, len(gradient))
+    call(_add_weight_gradient, input, gradient, partials, kernel_size, dilation, shift, accumulate)
+
+
+def _add_weight_gradient(input, gradient, partials, kernel_size, dilation, shift, accumulate):
+    if input.is_meta:
+        return
     problem = hopper_problem(kernel_size, dilation, shift)
     weight = torch.zeros(*kernel_size, gradient.shape[3], input.shape[3], dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():
@@ -82,11 +98,11 @@ def on_hopper(monkeypatch):
         supports=weight_gradient_hopper.supports,
         WeightGradientConfig=weight_gradient_hopper.WeightGradientConfig,
         partials_shape=lambda input, gradient, kernel_size: (
-            kernel_size[0] * kernel_size[1] * gradient.shape[3] * input.shape[3],
+            *(1, 1, kernel_size[0] * kernel_size[1] * gradient.shape[3] * input.shape[3]),
         ),
         convolution_weight_gradient=add_weight_gradient,
-        finish=lambda sums, input, gradient, *, kernel_size, config: sums.view(
-            *kernel_size, gradient.shape[3], input.shape[3]
+        by_taps=lambda sums, input_shape, gradient_shape, *, kernel_size, config: sums.view(
+            *kernel_size, gradient_shape[3], input_shape[3]
         ),
     )
     monkeypatch.setattr(direct_convolution, "_hopper_kernels", lambda: (convolutions, weight_gradients))
@@ -290,9 +306,11 @@ def test_what_is_not_finite(on_hopper, allow_tf32, few_at_a_time, value):
 def test_partial_statistics_are_those_of_each_span(on_hopper):
     """None is left as it was."""
     input, weight = torch.randn(5, 8, 6, 7), torch.randn(8, 24, 3, 3)
-    whole = direct_convolution.forward(input, weight, None, GEOMETRY, None)
+    chain, absent = CONV_TRANSPOSE2D_GELU_GROUP_NORM, (None,) * 4
+    given = Call(chain, absent, (False, True, False, False), 3, geometry=GEOMETRY), input, weight, absent
+    whole = direct_convolution.forward(*given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct_convolution, "_BYTES_AT_ONCE", 1)
-        z, partials = direct_convolution.forward(input, weight, None, GEOMETRY, None)
+        z, partials = direct_convolution.forward(*given)
     assert isinstance(partials, PartialStatistics) and torch.equal(z, whole[0])
     assert torch.equal(partials.means, whole[1].means) and torch.equal(partials.m2s, whole[1].m2s)

@@ -71,11 +71,16 @@ def test_reloaded(make, sample):
 
 @by_module
 def test_exported_without_gradients(make, sample):
-    """What keeps nothing for a backward pass runs, and says so if it is asked for one."""
+    """The chain is still one operator, and has gradients. Decomposed, it keeps nothing for them and says so."""
     model = make()
     with torch.no_grad():
-        loaded = reload(export(model, sample)).module()
+        program = export(model, sample)
+        decomposed = program.run_decompositions()
     input = draw(3, sample)
+    theirs = gradients_of(reload(program).module(), input)
+    for name, gradient in gradients_of(model, input).items():
+        assert torch.equal(theirs[name], gradient), name
+    loaded = reload(decomposed).module()
     output = loaded(input)
     assert torch.equal(output, model(input))
     with pytest.raises(

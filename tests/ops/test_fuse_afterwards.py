@@ -3,8 +3,6 @@ afterwards, it gives what its own forward gives."""
 
 import copy
 import inspect
-import io
-import pickle
 import sys
 from fractions import Fraction
 
@@ -323,30 +321,6 @@ def test_numbers_of_numpy(calls):
     assert calls == [L30, L30]
 
 
-def test_code_that_changed_since_it_was_pickled(monkeypatch, calls):
-    """The loaded model's forward is that of its class as it is now."""
-    monkeypatch.setattr(BenchmarkL30, "forward", BenchmarkL30.forward)
-    model = made(BenchmarkL30)
-    fuse(model)
-    pickled = pickle.dumps(model)
-    BenchmarkL30.forward = another_forward
-    loaded = pickle.loads(pickled)
-    torch.testing.assert_close(loaded(input_of(L30)), loaded.skip(input_of(L30)))
-    assert not calls
-
-
-def test_shallow_copy(calls):
-    """Shares its attributes, the forward of the original among them, until it is fused itself."""
-    model = made(BenchmarkL30)
-    fuse(model)
-    shallow = copy.copy(model)
-    shallow._modules = dict(shallow._modules, gemm=made(Parts).skip)
-    fuse(shallow)
-    torch.testing.assert_close(shallow(input_of(L30)), BenchmarkL30.forward(shallow, input_of(L30)))
-    torch.testing.assert_close(model(input_of(L30)), BenchmarkL30.forward(model, input_of(L30)))
-    assert calls == [L30, L30]
-
-
 def test_hook_that_is_removed_again(calls):
     model = made(BenchmarkL30)
     fuse(model)
@@ -438,24 +412,3 @@ def test_training_mode(calls):
             results.append(each(input_of(L30)))
         torch.testing.assert_close(*results)
     assert calls == [L30, L30]
-
-
-@by_benchmark
-def test_copies(chain, calls):
-    """Each has parameters of its own, and is fused."""
-    model = made(BENCHMARKS[chain])
-    fuse(model)
-    expected = model(input_of(chain))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    calls.clear()
-    for each in copies:
-        assert torch.equal(each(input_of(chain)), expected)
-        assert unfuse(each).restored
-        torch.testing.assert_close(each(input_of(chain)), expected)
-    assert calls == [chain] * 3

@@ -4,22 +4,16 @@ plain one gives: values, gradients, errors, strides, pickles. Each case was wron
 The tests use the public interface alone: they hold for any way to find out what a forward does."""
 
 import copy
-import gc
-import io
 import pickle
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ops import direct_convolution
-from ops.fuse import fuse, unfuse
+from ops.fuse import fuse
 from tests.ops import fused_models
 from tests.ops.fused_models import (
-    BENCHMARKS,
     GROUPS,
     IN,
     L19,
@@ -29,37 +23,14 @@ from tests.ops.fused_models import (
     OUT,
     BenchmarkL30,
     Parts,
+    assert_alike,
     assert_same,
-    by_benchmark,
-    in_full,
     input_of,
     made,
+    outcome,
 )
 
 calls = pytest.fixture(fused_models.calls)
-
-
-def outcome(model, *arguments, **options):
-    """What a call returns, or the type of what it raises."""
-    try:
-        return model(*arguments, **options)
-    except Exception as error:
-        return type(error)
-
-
-def assert_alike(mine, theirs):
-    """Tensors to rounding, with their strides; of all else, their types and values."""
-    assert type(mine) is type(theirs), (mine, theirs)
-    if isinstance(theirs, torch.Tensor):
-        torch.testing.assert_close(mine, theirs, equal_nan=True, check_stride=True)
-    elif isinstance(theirs, (tuple, list)):
-        assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs, strict=True):
-            assert_alike(one, other)
-    elif isinstance(theirs, dict):
-        assert_alike(list(mine.items()), list(theirs.items()))
-    else:
-        assert mine == theirs
 
 
 def assert_same_outcome(model, *arguments, **options):
@@ -394,228 +365,3 @@ def test_modules_that_are_no_children(change, name):
         assert_alike(mine, theirs)
         if isinstance(theirs, torch.Tensor):
             assert_same(model, plain, input_of(L30))
-
-
-class Tagged(torch.Tensor):
-    """Has the functions of tensors told, as torchvision's and others' classes do, and changes one."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        result = super().__torch_function__(function, types, args, kwargs or {})
-        return result * 3 if function in (F.linear, F.conv_transpose2d) else result
-
-
-class Untouched(torch.Tensor):
-    """Changes nothing, but results are of its class."""
-
-
-class TaggedParameter(nn.Parameter):
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
-        return result * 3 if function in (F.linear, F.conv_transpose2d) else result
-
-
-by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-
-
-@by_benchmark
-@by_dtype
-@pytest.mark.parametrize("kind", [Tagged, Untouched])
-def test_subclasses_as_input(kind, dtype, chain):
-    model = made(BENCHMARKS[chain], dtype=dtype)
-    plain = copy.deepcopy(model)
-    assert fuse(model).replaced
-    input = input_of(chain, dtype).as_subclass(kind)
-    result, expected = model(input), plain(input)
-    assert type(result) is type(expected) is kind
-    torch.testing.assert_close(result, expected)
-
-
-@by_benchmark
-@by_dtype
-@pytest.mark.parametrize("changes_first", [False, True])
-def test_subclasses_as_parameters(changes_first, dtype, chain):
-    def change(model):
-        source = model.conv_transpose if chain == L19 else model.gemm
-        source.weight = TaggedParameter(source.weight.detach())
-
-    model, plain = made(BENCHMARKS[chain], dtype=dtype), made(BENCHMARKS[chain], dtype=dtype)
-    change(plain)
-    if changes_first:
-        change(model)
-    fuse(model)
-    if not changes_first:
-        change(model)
-    result, expected = model(input_of(chain, dtype)), plain(input_of(chain, dtype))
-    assert type(result) is type(expected)
-    torch.testing.assert_close(result, expected)
-
-
-class Copied(nn.Parameter):
-    """A parameter that is a class of its own by name alone: PyTorch's functions take it for a plain one."""
-
-
-def test_parameters_of_a_class_that_is_told_of_nothing(calls):
-    model = made(BenchmarkL30)
-    model.gemm.weight = Copied(model.gemm.weight.detach())
-    plain = copy.deepcopy(model)
-    assert fuse(model).replaced
-    torch.testing.assert_close(model(input_of(L30)), plain(input_of(L30)))
-    assert calls == [L30]
-
-
-def test_default_device(calls):
-    """PyTorch sets it by a mode that is told of functions, too; chains stay fused."""
-    model = made(BenchmarkL30)
-    fuse(model)
-    with torch.device("cpu"):
-        model(input_of(L30))
-    assert calls == [L30]
-
-
-REPLACED = {
-    "of the chain": ("gemm", lambda: nn.Linear(IN, OUT)),
-    "of the chain, by another class": ("hardtanh", nn.Tanh),
-    "beside it": ("skip", lambda: nn.Linear(IN, OUT)),
-    "by none": ("skip", lambda: None),
-}
-
-
-@pytest.mark.parametrize("name, replacement", REPLACED.values(), ids=REPLACED)
-def test_replaced_children_are_gone(name, replacement):
-    """From memory and from pickles; the model is what its forward makes of it now."""
-
-    def forward(self, x):
-        return self.hardtanh(self.groupnorm(self.gemm(x)))
-
-    class Model(Parts):
-        pass
-
-    Model.forward = forward
-    model = made(Model)
-    fuse(model)
-    model(input_of(L30))
-    model.large = nn.Linear(100, 100)
-    old = weakref.ref(getattr(model, name))
-    setattr(model, name, replacement())
-    model.double()
-    gc.collect()
-    assert old() is None
-    torch.testing.assert_close(model(input_of(L30)), forward(model, input_of(L30)))
-
-
-def size_of_pickle(model):
-    return len(pickle.dumps(model))
-
-
-def test_pickles_of_replaced_children():
-    """They are as large as if the model had been fused afterwards, and load as what was saved."""
-    model = made(BenchmarkL30)
-    model.skip = nn.Linear(IN, 2000).double()
-    model.gemm = nn.Linear(IN, OUT).double()
-    fuse(model)
-    model.skip = nn.Linear(IN, 1).double()
-    unfused = copy.deepcopy(model)
-    unfuse(unfused)
-    assert size_of_pickle(model) < size_of_pickle(unfused) + 20_000
-    loaded = pickle.loads(pickle.dumps(model))
-    torch.testing.assert_close(loaded(input_of(L30)), unfused(input_of(L30)))
-
-
-@pytest.mark.parametrize("replacement", [nn.Tanh, lambda: nn.Hardtanh(-0.1, 0.1)], ids=["Tanh", "Hardtanh"])
-def test_children_replaced_before_pickling(replacement):
-    model = made(BenchmarkL30)
-    fuse(model)
-    model.hardtanh = replacement()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for each in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
-        torch.testing.assert_close(each(input_of(L30)), in_full(model, input_of(L30)))
-
-
-FORMATS = (torch.contiguous_format, torch.channels_last)
-#: input's shape, kernel and output's channels, convolution's options: batches, channels and pixels of one among them
-IMAGES = {
-    "usual": ((2, 6, 4, 5), 3, 8, {}),
-    "strided": ((2, 6, 4, 5), 3, 8, {"stride": 2, "padding": 1, "output_padding": 1}),
-    "one sample": ((1, 6, 4, 5), 3, 8, {}),
-    "one column": ((2, 6, 4, 1), (3, 1), 8, {}),
-    "one tap": ((2, 6, 4, 5), 1, 8, {}),
-    "one pixel": ((2, 6, 1, 1), 3, 8, {}),
-    "one pixel after": ((2, 6, 1, 1), 1, 8, {}),
-    "one channel": ((2, 1, 4, 5), 3, 8, {}),
-    "one channel after": ((2, 6, 4, 5), 3, 1, {}),
-    "groups": ((2, 6, 4, 5), 3, 4, {"groups": 2}),
-}
-
-
-def seen_strides(tensor):
-    """Those that a view can see: of axes of length one they say nothing."""
-    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-@by_dtype
-@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
-@pytest.mark.parametrize("input_format", FORMATS, ids=str)
-@pytest.mark.parametrize("shape, kernel, channels, options", IMAGES.values(), ids=IMAGES)
-def test_strides_of_images(shape, kernel, channels, options, input_format, weight_format, dtype, calls):
-    torch.manual_seed(1)
-    convolution = nn.ConvTranspose2d(shape[1], channels, kernel, **options)
-    model = nn.Sequential(convolution, nn.GELU(), nn.GroupNorm(1, channels)).to(dtype).to(memory_format=weight_format)
-    plain = copy.deepcopy(model)
-    assert fuse(model).replaced
-    input = torch.randn(shape).to(dtype).to(memory_format=input_format)
-    result, expected = model(input), plain(input)
-    assert calls == [L19]
-    torch.testing.assert_close(result, expected)
-    assert seen_strides(result) == seen_strides(expected)
-    assert_same(model, plain, input, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("input_format", FORMATS, ids=str)
-def test_views_of_images(input_format):
-    """A view works where the plain model's result has one, and raises where it has none."""
-    model = made(BENCHMARKS[L19])
-    input = input_of(L19).to(memory_format=input_format)
-    plain = copy.deepcopy(model)
-    fuse(model)
-    for order in ((0, 1, 2, 3), (0, 2, 3, 1)):
-        assert_alike(*(outcome(each(input).permute(order).view, len(input), -1) for each in (model, plain)))
-
-
-@pytest.mark.parametrize("chain", [L94, L75, L30])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_strides_of_matrices(rows, chain):
-    model = made(BENCHMARKS[chain])
-    plain = copy.deepcopy(model)
-    assert fuse(model).replaced
-    for input in (input_of(chain)[:rows], input_of(chain).T.contiguous().T[:rows]):
-        assert model(input).stride() == plain(input).stride()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
-@pytest.mark.parametrize("input_format", FORMATS, ids=str)
-@pytest.mark.parametrize("shape, kernel, channels, options", IMAGES.values(), ids=IMAGES)
-def test_strides_of_images_on_a_gpu(
-    shape, kernel, channels, options, input_format, weight_format, dtype, calls, monkeypatch
-):
-    """All of them, without a GPU: PyTorch's fake tensors have a device, and strides, but no values."""
-    monkeypatch.setattr(direct_convolution, "runs_hopper_convolutions", lambda device: False)
-    with FakeTensorMode(), torch.no_grad():
-        convolution = nn.ConvTranspose2d(shape[1], channels, kernel, **options, device="meta")
-        model = nn.Sequential(convolution, nn.GELU(), nn.GroupNorm(1, channels, device="meta"))
-        for layer in (model[0], model[2]):
-            for name, value in list(layer.named_parameters()):
-                format = weight_format if value.ndim == 4 else torch.contiguous_format
-                fake = torch.empty(value.shape, dtype=dtype, device="cuda", memory_format=format)
-                setattr(layer, name, nn.Parameter(fake))
-        input = torch.empty(shape, dtype=dtype, device="cuda", memory_format=input_format)
-        expected = model(input)
-        assert fuse(model).replaced
-        result = model(input)
-    assert calls == [L19]
-    assert seen_strides(result) == seen_strides(expected)

@@ -106,6 +106,85 @@ def test_autocast(forward, calls):
     assert not calls
 
 
+class Tagged(torch.Tensor):
+    """Has the functions of tensors told, as torchvision's and others' classes do, and changes one."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result * 3 if function in (F.linear, F.conv_transpose2d) else result
+
+
+class Untouched(torch.Tensor):
+    """Changes nothing, but results are of its class."""
+
+
+class TaggedParameter(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return result * 3 if function in (F.linear, F.conv_transpose2d) else result
+
+
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+@by_benchmark
+@by_dtype
+@pytest.mark.parametrize("kind", [Tagged, Untouched])
+def test_subclasses_as_input(kind, dtype, chain):
+    model = made(BENCHMARKS[chain], dtype=dtype)
+    plain = copy.deepcopy(model)
+    assert fuse(model).replaced
+    input = input_of(chain, dtype).as_subclass(kind)
+    result, expected = model(input), plain(input)
+    assert type(result) is type(expected) is kind
+    torch.testing.assert_close(result, expected)
+
+
+@by_benchmark
+@by_dtype
+@pytest.mark.parametrize("changes_first", [False, True])
+def test_subclasses_as_parameters(changes_first, dtype, chain):
+    def change(model):
+        source = model.conv_transpose if chain == L19 else model.gemm
+        source.weight = TaggedParameter(source.weight.detach())
+
+    model, plain = made(BENCHMARKS[chain], dtype=dtype), made(BENCHMARKS[chain], dtype=dtype)
+    change(plain)
+    if changes_first:
+        change(model)
+    fuse(model)
+    if not changes_first:
+        change(model)
+    result, expected = model(input_of(chain, dtype)), plain(input_of(chain, dtype))
+    assert type(result) is type(expected)
+    torch.testing.assert_close(result, expected)
+
+
+class Copied(nn.Parameter):
+    """A parameter that is a class of its own by name alone: PyTorch's functions take it for a plain one."""
+
+
+def test_parameters_of_a_class_that_is_told_of_nothing(calls):
+    model = made(BenchmarkL30)
+    model.gemm.weight = Copied(model.gemm.weight.detach())
+    plain = copy.deepcopy(model)
+    assert fuse(model).replaced
+    torch.testing.assert_close(model(input_of(L30)), plain(input_of(L30)))
+    assert calls == [L30]
+
+
+def test_default_device(calls):
+    """PyTorch sets it by a mode that is told of functions, too; chains stay fused."""
+    model = made(BenchmarkL30)
+    fuse(model)
+    with torch.device("cpu"):
+        model(input_of(L30))
+    assert calls == [L30]
+
+
 @by_benchmark
 def test_compile(chain, calls):
     """As one graph, in both modes of the checks."""

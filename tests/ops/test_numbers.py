@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import ops
-from ops import checks, operators, replay
+from autotune_configs import lookup
+from ops import checks, plans
+from ops.plan import Planner
 from tests.accuracy import run
 from tests.chains import CHAINS, L19, L94, Problem, chain_id, make_arguments, tensors_of
 
@@ -107,39 +109,49 @@ def test_reference_takes_tensors_of_one_number(chain):
 
 
 @by_chain
-def test_operators_see_plain_numbers(chain, monkeypatch):
+def test_plans_are_made_of_plain_numbers(chain, monkeypatch):
     """Nothing behind the public function meets another type, forward or backward."""
     met = []
-    call = operators.Operator.__call__
 
-    def noted(self, *arguments):
-        for each in arguments:
-            met.extend(each if isinstance(each, (tuple, list)) else [each])
-        return call(self, *arguments)
+    def noted(make):
+        def make_and_note(call, *arguments):
+            met.extend([call.num_groups, call.eps, *(call.geometry.numbers if call.geometry else ())])
+            met.extend(each for numbers in call.numbers for each in numbers or ())
+            return make(call, *arguments)
 
-    monkeypatch.setattr(operators.Operator, "__call__", noted)
+        return make_and_note
+
+    for name in ("make_forward", "make_backward"):
+        monkeypatch.setattr(plans, name, noted(getattr(plans, name)))
     for kinds in KINDS.values():
+        lookup.forget()
+        met.clear()
         arguments = with_kinds(arguments_of(chain), kinds)
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors_of(arguments).items()}
         chain.function(**{**arguments, **leaves}).sum().backward()
-    types = {type(each) for each in met} - {torch.Tensor, nn.Parameter, torch.dtype, type(None)}
-    assert types <= {int, float, bool, str} and types & {int, float}
+        assert met and {type(each) for each in met} <= {int, float}
 
 
 @by_chain
-def test_repeated_as_calls_with_plain_numbers(chain, monkeypatch):
-    """They are the same calls to the record of calls that come again."""
-    runs = []
-    run_plan = replay.Plan.run
-    monkeypatch.setattr(replay.Plan, "run", lambda plan, tensors: runs.append(plan) or run_plan(plan, tensors))
+def test_plans_of_calls_with_plain_numbers(chain, monkeypatch):
+    """They are the same calls, which one plan does."""
+    made = []
+    plan = Planner.plan
+    monkeypatch.setattr(Planner, "plan", lambda self, results: made.append(self) or plan(self, results))
     arguments = arguments_of(chain)
-    replay.forget()
     first = chain.function(**arguments)
-    chain.function(**with_kinds(arguments, KINDS["int64, float64"]))
-    assert not runs
     for kinds in KINDS.values():
         assert torch.equal(chain.function(**with_kinds(arguments, kinds)), first)
-    assert len(runs) == len(KINDS) and len({id(plan) for plan in runs}) == 1
+    assert len(made) == 1
+
+
+def test_a_number_that_changes():
+    """What stands for a number is that number, whatever its text or its place in memory is."""
+    arguments, groups = arguments_of(L94), Index(2)
+    for value in (2, 4, 8):
+        groups.value = value
+        expected = L94.function(**{**arguments, "num_groups": value})
+        assert torch.equal(L94.function(**{**arguments, "num_groups": groups}), expected)
 
 
 @pytest.mark.parametrize(

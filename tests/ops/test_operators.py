@@ -1,209 +1,181 @@
 """Promise: each operator ``torch.ops.normfuse.*`` is a good one by PyTorch's own checks, however its tensors lie."""
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.accuracy import draw_grad_output, run
-from tests.chains import CHAINS, L75, Problem, chain_id, make_arguments, with_layout
-
-
-def random(*shape, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-def vectors(count, present=True):
-    return [random(32 + i)[:32].clone() if present else None for i in range(count)]
-
-
-def dtypes(count, present=True):
-    """Of vectors' gradients: each its own, and None where none is wanted."""
-    return [torch.bfloat16, None, torch.float32, torch.float16][:count] if present else [None] * count
-
-
-L19_OPERATORS = (
-    "conv_transpose2d_gelu_group_norm",
-    "conv_transpose2d_gelu_group_norm_backward",
+from tests.chains import (
+    CHAINS,
+    GELU_GROUP_NORM,
+    L19,
+    L75,
+    NORMS,
+    Problem,
+    chain_id,
+    make_arguments,
+    tensors_of,
+    with_layout,
 )
 
-
-def samples(M):
-    """For each operator, lists of arguments: contiguous tensors, a batch of M (at most 3), with and without vectors."""
-    K, C, G, S = 16, 32, 4, 2
-    input, weight, gradient, z = random(M, K), random(C, K) / 4, random(M, C), random(M, C) + 0.1
-    volume, volume_gradient = random(M, C, S), random(M, C, S) - 0.1
-    bounds, eps = (-1.0, 1.0), 1e-5
-    column, rstd = torch.tensor([0, 31, 9], dtype=torch.int32)[:M], random(M).abs()
-    presence_and_training = ((True, True), (False, True), (False, False))
-    result = {
-        "linear": [[input, weight, *vectors(1, present)] for present in (True, False)],
-        "linear_input_gradient": [[gradient, weight]],
-        "linear_weight_gradient": [[gradient, input]],
-        "bias_hardtanh_mish": [[gradient, *vectors(1, present), *bounds] for present in (True, False)],
-        "bias_hardtanh_mish_backward": [
-            [gradient, z, *vectors(1, present), *bounds, *dtypes(1, present)] for present in (True, False)
-        ],
-        "linear_group_norm_min": [
-            [input, weight, *vectors(1, present), G, *vectors(3, present), eps, training]
-            for present, training in presence_and_training
-        ],
-        "linear_group_norm_min_backward": [
-            [
-                *(random(C, M), column, rstd, random(M, C // groups), *vectors(1, present)),
-                *(*matrices, groups, *dtypes(4, present)),
-            ]
-            for present, matrices in ((True, (input, weight)), (False, (None, weight)))
-            for groups in (4, 16)  # few are multiplied as dense matrices, many are not
-        ],
-    }
-    for name in ("group_norm", "group_norm_hardtanh", "gelu_group_norm", "gelu_tanh_group_norm"):
-        result[name] = [
-            [values, G, *vectors(2, present), *bounds, eps]
-            for values, present in ((volume, True), (z, True), (volume.mT.contiguous().mT, False))
-        ]
-        result[f"{name}_backward"] = [
-            [*tensors, G, *vectors(2, present), *bounds, eps, *dtypes(2, present)]
-            for tensors in ((volume_gradient, volume), (gradient, z))
-            for present in (True, False)
-        ]
-    kernel, statistics = random(K, C // 2, 3, 2) / 4, random(2, M * G).abs()
-    geometry = ([2, 1], [1, 0], [1, 0], [1, 2], 2)
-    for name in L19_OPERATORS:
-        result[name] = []
-    for approximate, format in (("none", torch.contiguous_format), ("tanh", torch.channels_last)):
-        image, convolved = (random(*shape).to(memory_format=format) for shape in ((M, K, 4, 5), (M, C, 8, 7)))
-        forward, backward = (result[name] for name in L19_OPERATORS)
-        for present, training in presence_and_training:
-            forward.append([image, kernel, *vectors(3, present), G, *geometry, approximate, eps, True, training])
-        for present, wanted in ((True, (True, True)), (False, (True, False)), (True, (False, True))):
-            backward.append(
-                [
-                    *(convolved + 1, image, kernel, convolved, statistics, *vectors(2, present)),
-                    *(G, *geometry, approximate, False, *wanted, *dtypes(3, present)),
-                ]
-            )
-    for name in ("linear_hardtanh_mish_group_norm", "linear_group_norm_hardtanh"):
-        result[name] = [
-            [input, weight, *vectors(2, present), G, *vectors(2, present), *bounds, eps, training]
-            for present, training in presence_and_training
-        ]
-        result[f"{name}_backward"] = [
-            [gradient, z, G, *vectors(2, present), *bounds, eps, *dtypes(4, present)] for present in (True, False)
-        ]
-    return result
-
-
-SAMPLES = samples(3)
-#: Each operator's first sample in other ways: matrices and images whose last two axes are swapped in memory, vectors at
-#: stride 2, and no batch.
-OTHERWISE = {
-    "permuted": {
-        name: [
-            with_layout(each, "transposed" if each.ndim > 1 else "strided") if isinstance(each, torch.Tensor) else each
-            for each in first
-        ]
-        for name, (first, *_) in SAMPLES.items()
-    },
-    "empty": {name: first for name, (first, *_) in samples(0).items()},
+FORWARD, BACKWARD = torch.ops.normfuse.forward.default, torch.ops.normfuse.backward.default
+PROBLEM = Problem(rows=3, depth=16, groups=4, group_size=8)
+IMAGES = dataclasses.replace(PROBLEM, rows=2, pixels=(4, 5), kernel=(3, 2), conv_groups=2)
+GEOMETRY = {"stride": (2, 1), "padding": (1, 0), "output_padding": (1, 0), "dilation": (1, 2), "approximate": "tanh"}
+#: Chains, their problems and further arguments.
+CALLS = {
+    **{chain.name: (chain, PROBLEM, {}) for chain in CHAINS},
+    **{f"{chain.name}-volume": (chain, dataclasses.replace(PROBLEM, pixels=(2,)), {}) for chain in NORMS},
+    "gelu_group_norm-tanh": (GELU_GROUP_NORM, PROBLEM, {"approximate": "tanh"}),
+    "linear_group_norm_min-many_groups": (L75, dataclasses.replace(PROBLEM, groups=16, group_size=2), {}),
+    "linear_group_norm_min-other_bias": (L75, PROBLEM, {"bias": torch.linspace(-1, 1, 5).view(1, 5, 1, 1)}),
+    "conv_transpose2d_gelu_group_norm": (L19, IMAGES, {}),
+    "conv_transpose2d_gelu_group_norm-geometry": (L19, IMAGES, GEOMETRY),
 }
-DIFFERENTIABLE = [name for name in SAMPLES if not name.endswith(("_backward", "_gradient"))]
+
+by_call = pytest.mark.parametrize("name", CALLS)
 
 
-def operator_of(name):
-    return getattr(torch.ops.normfuse, name).default
+def detached(value):
+    return [each.detach() for each in value] if isinstance(value, list) else value.detach()
 
 
-def is_for_training(name, arguments):
-    """Whether an operator that can keep something for its backward pass was asked to."""
-    schema = [argument.name for argument in operator_of(name)._schema.arguments]
-    return "training" not in schema or arguments[schema.index("training")]
+class Calls(TorchDispatchMode):
+    """Notes what the operators are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "normfuse":
+            self.arguments[function] = [each if isinstance(each, (str, bool)) else detached(each) for each in args]
+        return function(*args, **(kwargs or {}))
 
 
-def test_every_operator_has_samples():
-    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    registered = {name for namespace, name in names if namespace == "normfuse"}
-    assert registered == SAMPLES.keys()
+def arguments_of(name, *, rows=None, way="contiguous", absent=False):
+    chain, problem, changes = CALLS[name]
+    if rows is not None:
+        problem = dataclasses.replace(problem, rows=rows)
+    arguments = make_arguments(chain, problem, torch.float32, absent=chain.vectors if absent else ()) | changes
+    if way == "permuted":
+        for each, tensor in tensors_of(arguments).items():
+            is_vector = min(tensor.shape[-2:]) == 1 or tensor.ndim == 1
+            arguments[each] = with_layout(tensor, "strided" if is_vector else "transposed")
+    return chain, arguments
 
 
-def opcheck(name, arguments):
+def calls(name, *, wanted=None, **options):
+    """What each operator is called with in a training step, or without a gradient."""
+    chain, arguments = arguments_of(name, **options)
+    leaves = {
+        each: tensor.detach().requires_grad_()
+        for each, tensor in tensors_of(arguments).items()
+        if wanted is None or each in wanted
+    }
+    with Calls() as noted:
+        output = chain.function(**{**arguments, **leaves})
+        if leaves:
+            output.backward(draw_grad_output(chain, arguments, unsafe="keep").to(output.dtype))
+    return noted.arguments
+
+
+def as_leaves(value):
+    """Tensors that ask for gradients where autograd may."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_()
+    return [as_leaves(each) for each in value] if isinstance(value, list) else value
+
+
+def opcheck(arguments):
     """With gradients, which checks all that it does without, wherever there are any."""
-    if name in DIFFERENTIABLE and is_for_training(name, arguments):
-        arguments = [
-            argument.clone().requires_grad_() if isinstance(argument, torch.Tensor) else argument
-            for argument in arguments
-        ]
-    torch.library.opcheck(operator_of(name), tuple(arguments))
+    for operator, given in arguments.items():
+        if operator is FORWARD and given[-1]:
+            given = as_leaves(list(given))
+        with torch.enable_grad() if operator is FORWARD else contextlib.nullcontext():
+            torch.library.opcheck(operator, tuple(given))
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [pytest.param(name, each, id=f"{name}-{i}") for name in SAMPLES for i, each in enumerate(SAMPLES[name])],
-)
-def test_opcheck(name, arguments):
-    opcheck(name, arguments)
+def test_operators():
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    assert {name for namespace, name in names if namespace == "normfuse"} == {"forward", "backward", "chain"}
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("way", OTHERWISE)
-def test_opcheck_otherwise(name, way):
-    opcheck(name, OTHERWISE[way][name])
+@by_call
+def test_opcheck(name):
+    arguments = calls(name)
+    assert arguments.keys() == {FORWARD, BACKWARD}
+    opcheck(arguments)
 
 
-def results_of(name, arguments):
-    outputs = operator_of(name)(*arguments)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+@by_call
+def test_opcheck_without_vectors(name):
+    opcheck(calls(name, absent=True))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@by_call
+def test_opcheck_without_gradients(name):
+    arguments = calls(name, wanted=())
+    assert arguments.keys() == {FORWARD}
+    opcheck(arguments)
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "norm_bias"])
+@by_call
+def test_opcheck_of_one_gradient(name, wanted):
+    if wanted in tensors_of(arguments_of(name)[1]):
+        opcheck(calls(name, wanted=(wanted,)))
+
+
+@pytest.mark.parametrize("options", [{"way": "permuted"}, {"rows": 0}], ids=["permuted", "empty"])
+@by_call
+def test_opcheck_otherwise(name, options):
+    opcheck(calls(name, **options))
+
+
+@by_call
 def test_layout_changes_no_value(name):
     """To PyTorch's tolerance: cuBLAS multiplies transposed matrices in another order."""
-    for result, expected in zip(
-        results_of(name, OTHERWISE["permuted"][name]), results_of(name, SAMPLES[name][0]), strict=True
-    ):
-        torch.testing.assert_close(result, expected)
+    permuted, plain = calls(name, way="permuted"), calls(name)
+    for operator, arguments in plain.items():
+        for result, expected in zip(operator(*permuted[operator]), operator(*arguments), strict=True):
+            torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if not is_for_training(name, SAMPLES[name][-1])])
+@by_call
 def test_nothing_kept(name):
     """Recorded without gradients, as in an exported graph, it runs, and is not differentiated with what it lacks."""
-    arguments = [each.clone() if isinstance(each, torch.Tensor) else each for each in SAMPLES[name][-1]]
-    expected, *_ = results_of(name, arguments)
-    arguments[0].requires_grad_()
-    output, *_ = results_of(name, arguments)
+    text, tensors, training = calls(name, wanted=())[FORWARD]
+    assert not training
+    (expected,) = FORWARD(text, tensors, False)
+    (output,) = FORWARD(text, as_leaves(tensors), False)
     assert torch.equal(output, expected)
-    with pytest.raises(RuntimeError, match=rf"normfuse::{name} cannot be differentiated here.*with gradients enabled"):
+    with pytest.raises(RuntimeError, match=r"normfuse::\w+ cannot be differentiated here.*with gradients enabled"):
         output.sum().backward()
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@by_call
 def test_operator_twice_differentiated(name):
-    arguments = [
-        argument.clone().requires_grad_() if isinstance(argument, torch.Tensor) else argument
-        for argument in SAMPLES[name][0]
-    ]
-    outputs = operator_of(name)(*arguments)
-    output = outputs[0] if isinstance(outputs, tuple) else outputs
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    with pytest.raises(RuntimeError, match=f"normfuse::{name} can be differentiated once only"):
-        torch.autograd.grad(output.sum(), tensors, create_graph=True)
+    text, tensors, _ = calls(name)[FORWARD]
+    leaves = as_leaves(tensors)
+    output = FORWARD(text, leaves, True)[0]
+    with pytest.raises(RuntimeError, match=r"normfuse::\w+ can be differentiated once only"):
+        torch.autograd.grad(output.sum(), leaves, create_graph=True)
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
+@pytest.mark.parametrize("chain", [*CHAINS, L19], ids=chain_id)
 def test_operators_gradients_are_the_functions(chain):
     """Met without the public function, as in an exported graph, an operator gives the same gradients."""
-    operator = operator_of(chain.name)
-    arguments = make_arguments(chain, Problem(rows=5, depth=16, groups=4, group_size=8), torch.float32)
+    _, arguments = arguments_of(chain.name)
     grad_output = draw_grad_output(chain, arguments)
     expected = run(chain.function, arguments, grad_output)
-
-    def call(**arguments):
-        # The operator's parameters are the function's; those it has in addition are None, True or no bounds.
-        known = {"eps": 1e-5, "training": True, "min_val": 0.0, "max_val": 0.0, "bias": None, **arguments}
-        if chain is L75:
-            known["bias"] = known["bias"].flatten()
-        values = [known[argument.name] for argument in operator._schema.arguments]
-        outputs = operator(*values)
-        output = outputs[0] if isinstance(outputs, tuple) else outputs
-        return output.view(grad_output.shape)
-
-    for name, result in run(call, arguments, grad_output).items():
-        assert torch.equal(result, expected[name]), name
+    names = ["input", *(["weight"] if chain.is_linear or chain is L19 else []), *chain.vectors]
+    text, tensors, _ = calls(chain.name)[FORWARD]
+    leaves = as_leaves(tensors)
+    output = FORWARD(text, leaves, True)[0]
+    assert torch.equal(output, expected["output"])
+    for name, gradient in zip(names, torch.autograd.grad(output, leaves, grad_output), strict=True):
+        assert torch.equal(gradient, expected[name]), name

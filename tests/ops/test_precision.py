@@ -24,13 +24,13 @@ def rows_of(rows, depth, dtype=torch.float32):
     return torch.empty(rows, depth, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("setting, library", [("highest", False), ("high", True), ("medium", True)])
-def test_the_library_multiplies_tf32(setting, library):
+@pytest.mark.parametrize("setting, by_cublas", [("highest", False), ("high", True), ("medium", True)])
+def test_cublas_multiplies_tf32(setting, by_cublas):
     """Where nothing is split, as in the interpreter."""
     torch.set_float32_matmul_precision(setting)
-    assert precision.library_multiplies(rows_of(1024, 8192), 8192) is library
+    assert precision.multiplies_by_cublas(rows_of(1024, 8192), 8192) is by_cublas
     for dtype in (torch.bfloat16, torch.float16):
-        assert not precision.library_multiplies(rows_of(1024, 8192, dtype), 8192)
+        assert not precision.multiplies_by_cublas(rows_of(1024, 8192, dtype), 8192)
 
 
 def test_cublas_is_asked_for_in_terms_of_the_product(monkeypatch):
@@ -38,19 +38,19 @@ def test_cublas_is_asked_for_in_terms_of_the_product(monkeypatch):
     monkeypatch.setattr(
         autotune_configs, "prefers_cublas", lambda *sizes_and_device: sizes_and_device[:3] == (8, 16, 32)
     )
-    assert precision.library_multiplies(rows_of(8, 32, torch.bfloat16), 16)
-    assert not precision.library_multiplies(rows_of(8, 16, torch.bfloat16), 32)
+    assert precision.multiplies_by_cublas(rows_of(8, 32, torch.bfloat16), 16)
+    assert not precision.multiplies_by_cublas(rows_of(8, 16, torch.bfloat16), 32)
 
 
 def test_large_products_are_split_for_tf32(monkeypatch):
     monkeypatch.setattr(precision, "splits_float32", lambda device: True)
     torch.set_float32_matmul_precision("high")
-    assert not precision.library_multiplies(rows_of(1024, 4096), 4096)
-    assert precision.library_multiplies(rows_of(1024, 4096), 4095)  # few products
-    assert precision.library_multiplies(rows_of(1023, 8192), 8192)  # few rows
-    assert precision.library_multiplies(rows_of(8192, 8192), 1023)  # few columns
+    assert not precision.multiplies_by_cublas(rows_of(1024, 4096), 4096)
+    assert precision.multiplies_by_cublas(rows_of(1024, 4096), 4095)  # few products
+    assert precision.multiplies_by_cublas(rows_of(1023, 8192), 8192)  # few rows
+    assert precision.multiplies_by_cublas(rows_of(8192, 8192), 1023)  # few columns
     torch.set_float32_matmul_precision("highest")
-    assert not precision.library_multiplies(rows_of(8, 512), 1)
+    assert not precision.multiplies_by_cublas(rows_of(8, 512), 1)
 
 
 @pytest.mark.parametrize("setting, parts", [("highest", 2), ("high", 1), ("medium", 1)])
@@ -59,13 +59,13 @@ def test_parts_follow_the_setting(setting, parts):
     assert precision.float32_parts() == parts
 
 
-def test_small_float32_products_are_the_librarys(monkeypatch):
+def test_small_float32_products_are_cublass(monkeypatch):
     monkeypatch.setattr(precision, "SHALLOWEST_FLOAT32", 512)
     monkeypatch.setattr(precision, "FEWEST_FLOAT32_ROWS", 8)
-    assert precision.library_multiplies(rows_of(8, 511), 64)
-    assert precision.library_multiplies(rows_of(7, 512), 64)
-    assert not precision.library_multiplies(rows_of(8, 512), 64)
-    assert not precision.library_multiplies(rows_of(1, 8, torch.bfloat16), 64)
+    assert precision.multiplies_by_cublas(rows_of(8, 511), 64)
+    assert precision.multiplies_by_cublas(rows_of(7, 512), 64)
+    assert not precision.multiplies_by_cublas(rows_of(8, 512), 64)
+    assert not precision.multiplies_by_cublas(rows_of(1, 8, torch.bfloat16), 64)
 
 
 @pytest.fixture
@@ -127,12 +127,12 @@ def test_gradient_is_needed_where_autograd_will_ask():
 
 
 @pytest.mark.parametrize(
-    "rows, features, by_library",
+    "rows, features, by_cublas",
     [(16, 8192, True), (63, 8192, True), (64, 8192, False), (64, 1024, False), (64, 1023, True), (511, 8192, False)]
     + [(512, 8192, True)],
 )
-def test_who_adds_the_bias(rows, features, by_library):
+def test_who_adds_the_bias(rows, features, by_cublas):
     torch.set_float32_matmul_precision("highest")
-    assert precision.library_adds_bias(rows_of(rows, features), features) is by_library
+    assert precision.cublas_adds_bias(rows_of(rows, features), features) is by_cublas
     torch.set_float32_matmul_precision("high")
-    assert precision.library_adds_bias(rows_of(rows, features), features)
+    assert precision.cublas_adds_bias(rows_of(rows, features), features)

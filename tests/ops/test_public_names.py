@@ -50,7 +50,8 @@ def python(code: str, *first_on_path: Path) -> subprocess.CompletedProcess:
 
 def test_names():
     assert ops.__all__ == sorted(ops.__all__)
-    adopting = {"FusionEntry", "FusionReport", "fuse", "unfuse", "reference", "tensor_parallel"}
+    adopting = {"Chain", "ExplainedCall", "ExplainedStep", "Explanation", "explain"}
+    adopting |= {"FusionEntry", "FusionReport", "fuse", "unfuse", "reference", "tensor_parallel"}
     assert set(ops.__all__) == {*FUNCTIONS, *MODULES, *adopting}
 
 

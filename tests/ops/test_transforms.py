@@ -4,6 +4,8 @@ Parameters from elsewhere, activation checkpointing, batched gradients and PyTor
 derivatives, ``torch.func`` and forward-mode differentiation are refused by the kernels and work in float64.
 """
 
+from inspect import isfunction
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -58,7 +60,7 @@ def same_bits(results, expected):
 
 
 def test_every_function_is_here():
-    functions = {name for name in ops.reference.__dict__ if name in ops.__all__}
+    functions = {name for name, each in vars(ops.reference).items() if isfunction(each) and name in ops.__all__}
     assert {chain.name for chain in (*CHAINS, L19)} == functions
 
 
@@ -141,6 +143,8 @@ def test_batched_gradients(chain, options):
     (batch,) = torch.autograd.grad(output, leaf, directions, is_grads_batched=True, retain_graph=True)
     for gradient, direction in zip(batch, directions, strict=True):
         assert torch.equal(gradient, *torch.autograd.grad(output, leaf, direction, retain_graph=True))
+    (by_vmap,) = torch.func.vmap(lambda each: torch.autograd.grad(output, leaf, each, retain_graph=True))(directions)
+    assert torch.equal(by_vmap, batch)
 
 
 @by_function

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from triton_kernels.chain import Chain
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution, convolution
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import GELU, IDENTITY
+from triton_kernels.pointwise import ADD, GELU, MUL, Pointwise, add, add_gradient
 
 SMALL = ConvolutionConfig(16, 16, 16)
 CONFIGS = [SMALL, ConvolutionConfig(32, 64, 16), ConvolutionConfig()]
@@ -149,20 +150,21 @@ PARTIAL_STATISTICS = [
 @pytest.mark.parametrize("size, dtype, name", PARTIAL_STATISTICS, ids=str)
 def test_partial_statistics(size, dtype, name):
     """Merged, they are those of the result as it was rounded; and the result is the same with them and without."""
-    activation = GELU if name == "gelu" else IDENTITY
+    chain = Chain("conv_transpose2d", before=(GELU,) if name == "gelu" else ())
+    operands = (None,) * len(chain.steps)
     generator = torch.Generator().manual_seed(0)
     input = torch.randn(2, 7, *size, generator=generator).to(dtype)
     weight = torch.randn(3, 3, 18, 7, generator=generator).to(dtype) / 8
     bias = (torch.randn(18, generator=generator) + 1).to(dtype)
     for config in (SMALL, ConvolutionConfig()):
         partials = poisoned_partials(2, config.tiles(size[0] * size[1]), 18)
-        output = ours(input, weight, bias, TAPS[1], size, config, partials=partials, activation=activation)
+        output = ours(input, weight, bias, TAPS[1], size, config, partials=partials, chain=chain, operands=operands)
         assert torch.equal(output, ours(input, weight, bias, TAPS[1], size, config))
         statistics = partials.merge(6, size[0] * size[1], 1e-5)
-        of_output = image_statistics(output.flatten(2), 6, 1e-5, ImageNormConfig(8, 16), activation=activation)
+        of_output = image_statistics(output.flatten(2), 6, 1e-5, ImageNormConfig(8, 16), chain, operands)
         torch.testing.assert_close(statistics, of_output, rtol=3e-6, atol=1e-6)
         assert torch.equal(partials.counts.sum(1), torch.full((2,), float(size[0] * size[1])))
-        exact = output.double() if activation is IDENTITY else F.gelu(output.double())
+        exact = F.gelu(output.double()) if name == "gelu" else output.double()
         exact = exact.reshape(12, -1)
         torch.testing.assert_close(statistics[0].double(), exact.mean(1), rtol=1e-6, atol=3e-6)
         variance = exact.var(1, correction=0) + 1e-5
@@ -174,12 +176,36 @@ def test_partial_statistics_of_some_samples():
     input, weight = whole_numbers(5, 6, 5, 7), weights(TAPS[1], 6, 9)
     tiles = SMALL.tiles(35)
     at_once, some = poisoned_partials(5, tiles, 9), poisoned_partials(5, tiles, 9)
-    ours(input, weight, None, TAPS[1], (5, 7), partials=at_once)
+    options = {"chain": Chain("conv_transpose2d"), "operands": (None, None, None)}
+    ours(input, weight, None, TAPS[1], (5, 7), partials=at_once, **options)
     for span in (slice(0, 2), slice(2, 5)):
-        ours(input[span], weight, None, TAPS[1], (5, 7), partials=some[span])
+        ours(input[span], weight, None, TAPS[1], (5, 7), partials=some[span], **options)
     for name in ("counts", "means", "m2s"):
         assert not getattr(some, name).isnan().any()
         assert torch.equal(getattr(some, name), getattr(at_once, name))
+
+
+def test_chain_with_operands():
+    """All biases are added to the result; other vectors change the statistics alone."""
+    chain = Chain("conv_transpose2d", before=(ADD, GELU, MUL, ADD))
+    biases, vectors = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(0))
+    operands, added = (*biases, None, *vectors, None, None), (None, None, None, *vectors, None, None)
+    input, weight = whole_numbers(2, 6, 5, 7), weights(TAPS[1], 6, 9) / 8
+    partials = poisoned_partials(2, SMALL.tiles(35), 9)
+    output = ours(input, weight, biases[0], TAPS[1], (5, 7), partials=partials, chain=chain, operands=operands)
+    exact = expected(input, weight, biases.sum(0), TAPS[1], (5, 7))
+    torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-6)
+    of_output = image_statistics(output.flatten(2), 3, 1e-5, ImageNormConfig(8, 16), chain, added)
+    torch.testing.assert_close(partials.merge(3, 35, 1e-5), of_output, rtol=3e-6, atol=1e-6)
+
+
+def test_tensors_before_the_norm_are_refused():
+    add_image = Pointwise("add", add, add_gradient, lambda value, image: value + image, "tensor")
+    chain, image = Chain("conv_transpose2d", before=(add_image,)), torch.zeros(1, 9, 35)
+    weight, partials = weights(TAPS[0], 6, 9), poisoned_partials(1, SMALL.tiles(35), 9)
+    options = {"partials": partials, "chain": chain, "operands": (None, image, None, None)}
+    with pytest.raises(NotImplementedError, match="add with a tensor"):
+        ours(whole_numbers(1, 6, 5, 7), weight, None, TAPS[0], (5, 7), **options)
 
 
 def test_nothing_to_do():

@@ -1,4 +1,4 @@
-"""Splitting float32 into float16 parts: what they hold, what is left to float32, and the tiles that are left."""
+"""Splitting float32 into float16 parts: what they hold, what is left to float32, and the tiles that remain."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triton_kernels import float32_split
-from triton_kernels.epilogues import bias_epilogue
+from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, split
 from triton_kernels.linear import LinearConfig, linear
 
@@ -27,8 +27,8 @@ def matrix(rows=ROWS, depth=DEPTH, *, order="depth", seed=0):
 
 
 def split_of(operand, parts):
-    any_left = torch.zeros(1, dtype=torch.int32)
-    return split(operand, parts, any_left), any_left.item()
+    any_rest = torch.zeros(1, dtype=torch.int32)
+    return split(operand, parts, any_rest), any_rest.item()
 
 
 def whole(operand):
@@ -44,8 +44,8 @@ def whole(operand):
 @pytest.mark.parametrize("shape", [(ROWS, DEPTH), (1, 1), (5, 2049), (40, 300)], ids=str)
 def test_parts_hold_the_value(shape, order, parts):
     operand = matrix(*shape, order=order)
-    result, left = split_of(operand, parts)
-    assert left == 0
+    result, rest = split_of(operand, parts)
+    assert rest == 0
     assert ((whole(result) - operand.double()).abs() <= LEFT_OUT[parts] * operand.abs()).all()
     assert result.high.dtype == torch.float16
     assert (result.low is None) == (parts == 1)
@@ -61,16 +61,16 @@ def test_long_rows_are_read_twice(monkeypatch, parts):
     monkeypatch.setattr(float32_split, "_LONGEST_KEPT", 64)
     monkeypatch.setattr(float32_split, "_BLOCK", (4, 32))
     operand = matrix()
-    result, left = split_of(operand, parts)
-    assert left == 0
+    result, rest = split_of(operand, parts)
+    assert rest == 0
     assert ((whole(result) - operand.double()).abs() <= LEFT_OUT[parts] * operand.abs()).all()
 
 
 def test_scales_are_powers_of_two_by_row():
     """Each row's largest element comes to lie between 2**14 and 2**15, whatever the others' are."""
     operand = matrix() * torch.exp2(torch.linspace(-40, 40, ROWS).round())[:, None]
-    result, left = split_of(operand, 2)
-    assert left == 0
+    result, rest = split_of(operand, 2)
+    assert rest == 0
     mantissas, _ = torch.frexp(result.scale)
     assert (mantissas == 0.5).all()
     largest = result.high.abs().amax(1).float()
@@ -81,8 +81,8 @@ def test_scales_are_powers_of_two_by_row():
 def test_zeros_have_a_scale():
     operand = torch.zeros(3, 20)
     operand[1, 4] = -0.0
-    result, left = split_of(operand, 2)
-    assert left == 0
+    result, rest = split_of(operand, 2)
+    assert rest == 0
     assert torch.equal(whole(result), operand.double())
 
 
@@ -93,22 +93,22 @@ def test_a_row_that_parts_cannot_hold_gets_no_scale(value, parts):
         operand = matrix(order=order)
         operand[3, 7] = value
         operand[6, 0] = value
-        result, left = split_of(operand, parts)
-        assert left == 1
+        result, rest = split_of(operand, parts)
+        assert rest == 1
         assert result.scale.isnan().nonzero().flatten().tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("parts, fits, lost", [(1, -30, -33), (2, -31, -34)])
 def test_rows_of_wide_range(parts, fits, lost):
     """Elements far below their row's largest keep fewer digits; from some distance on the row is given up."""
-    for exponent, is_left in ((fits, 0), (lost, 1)):
+    for exponent, is_rest in ((fits, 0), (lost, 1)):
         operand = matrix()
         operand[2] = 1.0
         operand[2, 5] = 1.7 * 2.0**exponent
-        result, left = split_of(operand, parts)
-        assert left == is_left
-        assert result.scale.isnan().nonzero().flatten().tolist() == [2] * is_left
-        if not is_left:
+        result, rest = split_of(operand, parts)
+        assert rest == is_rest
+        assert result.scale.isnan().nonzero().flatten().tolist() == [2] * is_rest
+        if not is_rest:
             assert ((whole(result) - operand.double()).abs() <= float32_split._MOST_LOST[parts] * operand.abs()).all()
 
 
@@ -116,20 +116,20 @@ def test_rows_of_wide_range(parts, fits, lost):
 def test_the_smallest_elements_that_are_held(parts, fits, most_lost):
     """Half way between two numbers that the parts hold most is lost: here just what may be, and of half as much twice
     that."""
-    for smaller, is_left in ((1, 0), (2, 1)):
+    for smaller, is_rest in ((1, 0), (2, 1)):
         operand = torch.ones(3, 20)
         operand[2, 5] = 2.0**fits / smaller * (1 + most_lost * smaller)
-        result, left = split_of(operand, parts)
-        assert left == is_left
-        assert result.scale.isnan().tolist() == [False, False, bool(is_left)]
+        result, rest = split_of(operand, parts)
+        assert rest == is_rest
+        assert result.scale.isnan().tolist() == [False, False, bool(is_rest)]
 
 
 def test_rows_too_small_to_be_scaled_up():
     """Subnormal numbers are what float16 cannot reach from 2**-60."""
     operand = torch.full((2, 16), 2.0**-62)
     operand[1] = 2.0**-140
-    result, left = split_of(operand, 2)
-    assert left == 1
+    result, rest = split_of(operand, 2)
+    assert rest == 1
     assert result.scale.isnan().tolist() == [False, True]
     assert torch.equal(whole(result)[0], operand[0].double())
 
@@ -144,23 +144,23 @@ def test_config(parts):
     assert rest.block_k <= 32
 
 
-@pytest.mark.parametrize("row_left, column_left", [(None, None), (21, None), (None, 3), (0, 33)])
-def test_only_tiles_that_are_left_are_done(row_left, column_left):
+@pytest.mark.parametrize("row_rest, column_rest", [(None, None), (21, None), (None, 3), (0, 33)])
+def test_only_the_remaining_tiles_are_computed(row_rest, column_rest):
     """Of 3 x 3 tiles of 16 x 16, those of a row and a column without scale; the others keep what they held."""
     input, weight = matrix(40, 24), matrix(36, 24, seed=1)
     input_scale, weight_scale = torch.ones(40), torch.ones(36)
-    any_left = torch.tensor([int(row_left is not None or column_left is not None)], dtype=torch.int32)
+    any_rest = torch.tensor([int(row_rest is not None or column_rest is not None)], dtype=torch.int32)
     expected = torch.full((40, 36), 7.0)
     product = input @ weight.T
-    if row_left is not None:
-        input_scale[row_left] = torch.nan
-        rows = slice(row_left // 16 * 16, row_left // 16 * 16 + 16)
+    if row_rest is not None:
+        input_scale[row_rest] = torch.nan
+        rows = slice(row_rest // 16 * 16, row_rest // 16 * 16 + 16)
         expected[rows] = product[rows]
-    if column_left is not None:
-        weight_scale[column_left] = torch.nan
-        columns = slice(column_left // 16 * 16, column_left // 16 * 16 + 16)
+    if column_rest is not None:
+        weight_scale[column_rest] = torch.nan
+        columns = slice(column_rest // 16 * 16, column_rest // 16 * 16 + 16)
         expected[:, columns] = product[:, columns]
     output = torch.full((40, 36), 7.0)
-    scales = (input_scale, weight_scale, any_left)
-    linear(input, weight, bias_epilogue, LinearConfig(16, 16, 16), output=output, left=scales)
+    rest = (input_scale, weight_scale, any_rest)
+    linear(input, weight, LINEAR, LinearConfig(16, 16, 16), (None,), output=output, rest=rest)
     torch.testing.assert_close(output, expected)

@@ -1,15 +1,31 @@
-"""Norm passes over images of any strides: partial statistics and their merge, the norm, and its gradients."""
+"""Norm passes over images of any strides: partial statistics and their merge, chains and their gradients."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
-from triton_kernels.image_group_norm import image_group_norm, image_group_norm_backward
+from triton_kernels import image_group_norm as kernels
+from triton_kernels.chain import Chain
+from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import FLOAT16_GELU, GELU, GELU_TANH, HARDTANH, IDENTITY, identity
+from triton_kernels.pointwise import (
+    ADD,
+    GELU,
+    GELU_TANH,
+    HARDTANH,
+    MUL,
+    Pointwise,
+    add,
+    add_gradient,
+    identity,
+    mul,
+    mul_gradient,
+)
 from triton_kernels.tf32 import nearest_tf32, round_to_tf32
 
 #: A strip of the backward pass is a tile, several, or more than there are.
@@ -18,11 +34,14 @@ CONFIGS = [ImageNormConfig(4, 16, strip=1), ImageNormConfig(16, 8, strip=2), Ima
 SIZES = [(2, 3, 5, 17), (3, 2, 1, 33), (1, 4, 6, 1), (2, 1, 20, 129)]
 FORMATS = ("contiguous", "channels_last", "strided")
 ACTIVATIONS = {
-    "identity": (IDENTITY, lambda z: z),
-    "gelu": (GELU, F.gelu),
-    "gelu_tanh": (GELU_TANH, lambda z: F.gelu(z, approximate="tanh")),
+    "identity": ((), lambda z: z),
+    "gelu": ((GELU,), F.gelu),
+    "gelu_tanh": ((GELU_TANH,), lambda z: F.gelu(z, approximate="tanh")),
 }
-FINALS = {"no final": IDENTITY, "hardtanh": HARDTANH}
+FINALS = {"no final": (), "hardtanh": (HARDTANH,)}
+#: The norm alone, and with a function on either side. They are without a contraction, and so without its bias.
+NORM = Chain()
+GELU_NORM, GELU_NORM_HARDTANH = Chain(before=(GELU,)), Chain(before=(GELU,), after=(HARDTANH,))
 BOUNDS = (-0.75, 1.5)
 
 by_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -45,6 +64,16 @@ def in_format(values, format):
     return view
 
 
+def operands_of(chain, weight=None, bias=None, *biases):
+    """One a step, for chains of the functions above."""
+    before = (*biases, *(None for _ in chain.activation))
+    return (*before, weight, bias, *(BOUNDS for _ in chain.after))
+
+
+def statistics_of(values, num_groups, eps, config, chain=NORM):
+    return image_statistics(values, num_groups, eps, config, chain, operands_of(chain))
+
+
 def assert_statistics_match(statistics, exact, *, rtol=2e-6, atol=1e-6, eps=1e-5):
     """``exact`` are the groups' values [B * groups, width] in float64."""
     mean, rstd = statistics.double()
@@ -61,7 +90,7 @@ def test_statistics(size, config, format):
     samples, num_groups, group_size, pixels = size
     values = normal(samples, num_groups * group_size, pixels, seed=pixels) + 0.5
     for eps in (1e-5, 0.25):
-        statistics = image_statistics(in_format(values, format), num_groups, eps, config)
+        statistics = statistics_of(in_format(values, format), num_groups, eps, config)
         assert_statistics_match(statistics, values.double().view(samples * num_groups, -1), eps=eps)
 
 
@@ -70,7 +99,7 @@ def test_statistics_of_activated_values(name):
     """What lies past the last channel and pixel is activated too, and must not be counted."""
     activation, function = ACTIVATIONS[name]
     values = normal(2, 12, 100)
-    statistics = image_statistics(values, 4, 1e-5, CONFIGS[1], activation=activation)
+    statistics = statistics_of(values, 4, 1e-5, CONFIGS[1], Chain(before=activation))
     assert_statistics_match(statistics, function(values.double()).view(8, -1), rtol=5e-6, atol=2e-6)
 
 
@@ -84,14 +113,14 @@ def test_values_far_from_zero(config, offset, spread):
     values = normal(2, 6, 201) * spread + offset
     exact = values.double().view(4, -1)
     rounding = torch.finfo(torch.float32).eps / 2 * abs(offset)
-    statistics = image_statistics(values, 2, 1e-5, config)
+    statistics = statistics_of(values, 2, 1e-5, config)
     assert_statistics_match(statistics, exact, rtol=4e-6 + rounding / spread, atol=rounding)
 
 
 def test_means_that_differ_between_channels_and_tiles():
     """Nearly all of the variance is that of the partial means."""
     values = normal(1, 6, 64) / 100 + 100 * torch.arange(6.0)[:, None] + 30 * (torch.arange(64) // 16)
-    assert_statistics_match(image_statistics(values, 2, 1e-5, CONFIGS[0]), values.double().view(2, -1))
+    assert_statistics_match(statistics_of(values, 2, 1e-5, CONFIGS[0]), values.double().view(2, -1))
 
 
 @pytest.mark.parametrize("pixels", [77, 1023])
@@ -100,9 +129,10 @@ def test_means_that_differ_between_channels_and_tiles():
 def test_constant_groups(config, value, pixels):
     """They stay their norm's bias: 1/sqrt(eps) = 316 must have nothing to multiply."""
     values = torch.full((1, 6, pixels), value)
-    statistics = image_statistics(values, 2, 1e-5, config)
+    statistics = statistics_of(values, 2, 1e-5, config)
     output = torch.full_like(values, torch.nan)
-    image_group_norm(values, statistics, None, torch.full((6,), 0.25), config, output=output)
+    operands = operands_of(NORM, None, torch.full((6,), 0.25))
+    image_group_norm(values, statistics, NORM, operands, config, output=output)
     assert (output == 0.25).all()
 
 
@@ -117,7 +147,7 @@ def test_partial_statistics():
     for num_groups in (1, 3):
         merged = partials.merge(num_groups, 20, 1e-5)
         assert_statistics_match(merged, values.double().view(2 * num_groups, -1))
-        torch.testing.assert_close(merged, image_statistics(values, num_groups, 1e-5, CONFIGS[0]))
+        torch.testing.assert_close(merged, statistics_of(values, num_groups, 1e-5, CONFIGS[0]))
     one = partials[1:]
     assert torch.equal(one.merge(3, 20, 1e-5), partials.merge(3, 20, 1e-5).view(2, 2, 3)[:, 1])
 
@@ -126,36 +156,42 @@ def exact_results(values, gradient, num_groups, weight, bias, function, final):
     """The result and the gradients of the input, its channels' sums, the weight and the bias, in float64."""
     leaves = [tensor.double().requires_grad_() for tensor in (values, weight, bias)]
     output = torch.group_norm(function(leaves[0]), num_groups, *leaves[1:])
-    output = F.hardtanh(output, *BOUNDS) if final is HARDTANH else output
+    output = F.hardtanh(output, *BOUNDS) if final else output
     input_gradient, *sums = torch.autograd.grad(output, leaves, gradient.double())
     return output.detach(), input_gradient, input_gradient.sum((0, 2)), *sums
 
 
 def our_results(
-    values, gradient, num_groups, weight, bias, config, output_format, result_format, *, backward=None, **options
+    values,
+    gradient,
+    num_groups,
+    weight,
+    bias,
+    config,
+    output_format="contiguous",
+    result_format="contiguous",
+    *,
+    name="gelu",
+    final="hardtanh",
+    form=torch.float32,
+    input_bias=None,
+    stored=identity,
 ):
-    """As ``exact_results``; every result is NaN before it is written. ``backward`` are options of that pass alone."""
+    """As ``exact_results``; every result is NaN before it is written."""
     B, C, S = values.shape
-    before = {name: options[name] for name in ("activation", "input_bias") if name in options}
-    statistics = image_statistics(values, num_groups, 1e-5, config, **before)
+    chain = Chain("conv_transpose2d", before=ACTIVATIONS[name][0], after=FINALS[final]).of_dtype(form)
+    operands = operands_of(chain, weight, bias, input_bias)
+    statistics = image_statistics(values, num_groups, 1e-5, config, chain, operands)
     poison = torch.full((B, C, S), torch.nan, dtype=values.dtype)
     output, input_gradient = in_format(poison, output_format), in_format(poison, result_format)
-    norm_sums = torch.full((2, B, config.strips(S), C), torch.nan)
-    bias_sums = torch.full((B, config.strips(S), C), torch.nan)
-    arguments = (statistics, weight, bias, config)
-    image_group_norm(values, *arguments, output=output, bounds=BOUNDS, **options)
-    image_group_norm_backward(
-        gradient,
-        values,
-        *arguments,
-        input_gradient=input_gradient,
-        norm_sums=norm_sums.unbind(),
-        bias_sums=bias_sums,
-        bounds=BOUNDS,
-        **options,
-        **(backward or {}),
-    )
-    return output, input_gradient, bias_sums.sum((0, 1)), *norm_sums.sum((1, 2))
+    image_group_norm(values, statistics, chain, operands, config, output=output)
+    wanted = torch.full((3, C), torch.nan).unbind()
+    gradients = (wanted[0], *(None for _ in chain.activation), *wanted[1:], *(None for _ in chain.after))
+    sums = empty_sums(chain, gradients, values, config)
+    options = {"input_gradient": input_gradient, "sums": sums, "stored": stored}
+    image_group_norm_backward(gradient, values, statistics, chain, operands, config, **options)
+    add_up_sums(chain, sums, gradients)
+    return output, input_gradient, *wanted
 
 
 def assert_all_close(results, truths, tolerance):
@@ -183,10 +219,9 @@ FUNCTIONS_IN_TILES = [
 
 @pytest.mark.parametrize("size, config, name, final_name", dict.fromkeys(FUNCTIONS_IN_TILES), ids=str)
 def test_against_autograd(size, config, name, final_name):
-    (activation, function), final = ACTIVATIONS[name], FINALS[final_name]
     arguments = problem(size)
-    results = our_results(*arguments, config, "contiguous", "contiguous", activation=activation, final=final)
-    assert_all_close(results, exact_results(*arguments, function, final), 1e-4)
+    results = our_results(*arguments, config, name=name, final=final_name)
+    assert_all_close(results, exact_results(*arguments, ACTIVATIONS[name][1], FINALS[final_name]), 1e-4)
 
 
 #: Four tensors in three formats, so that any two of them meet in all nine pairs (an orthogonal array).
@@ -201,8 +236,7 @@ def test_memory_formats(input_format, gradient_format, output_format, result_for
     values, gradient, *vectors = problem((2, 3, 5, 17))
     truths = exact_results(values, gradient, *vectors, F.gelu, HARDTANH)
     values, gradient = in_format(values, input_format), in_format(gradient, gradient_format)
-    options = {"activation": GELU, "final": HARDTANH}
-    results = our_results(values, gradient, *vectors, CONFIGS[1], output_format, result_format, **options)
+    results = our_results(values, gradient, *vectors, CONFIGS[1], output_format, result_format)
     assert_all_close(results, truths, 1e-4)
 
 
@@ -211,10 +245,8 @@ def test_short_dtypes(dtype):
     """Read as they are, computed in float32, rounded once; the sums are of what was not yet rounded."""
     values, gradient, num_groups, weight, bias = problem((2, 2, 8, 65))
     arguments = *(t.to(dtype) for t in (values, gradient)), num_groups, weight.to(dtype), bias.to(dtype)
-    results = our_results(
-        *arguments, CONFIGS[0], "channels_last", "contiguous", activation=FLOAT16_GELU, final=IDENTITY
-    )
-    truths = exact_results(*arguments, F.gelu, IDENTITY)
+    results = our_results(*arguments, CONFIGS[0], "channels_last", final="no final", form=torch.float16)
+    truths = exact_results(*arguments, F.gelu, None)
     assert results[0].dtype == results[1].dtype == dtype
     for result, truth in zip(results[:2], truths[:2], strict=True):
         torch.testing.assert_close(result.double(), truth, rtol=0.501 * torch.finfo(dtype).eps, atol=2e-5)
@@ -225,7 +257,7 @@ def test_short_dtypes(dtype):
 @pytest.mark.parametrize("name", ["identity", "gelu"])
 def test_input_bias(name):
     """Added before the activation, in float32; what lies past the last pixel stays out of the sums."""
-    activation, function = ACTIVATIONS[name]
+    function = ACTIVATIONS[name][1]
     values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
     input_bias = normal(15, seed=2)
 
@@ -233,9 +265,8 @@ def test_input_bias(name):
         return function(z + input_bias.double()[:, None])
 
     truths = exact_results(values, gradient, num_groups, weight, bias, shifted, HARDTANH)
-    options = {"activation": activation, "final": HARDTANH, "input_bias": input_bias}
     arguments = (values, gradient, num_groups, weight, bias, CONFIGS[1])
-    results = our_results(*arguments, "contiguous", "channels_last", **options)
+    results = our_results(*arguments, "contiguous", "channels_last", name=name, input_bias=input_bias)
     assert_all_close(results, truths, 1e-4)
 
 
@@ -248,8 +279,7 @@ def test_without_vectors(absent):
     given = (ones if weight is None else weight, zeros if bias is None else bias)
     truths = exact_results(values, gradient, num_groups, *given, F.gelu, HARDTANH)
     formats = ("contiguous", "channels_last")
-    options = {"activation": GELU, "final": HARDTANH}
-    results = our_results(values, gradient, num_groups, weight, bias, CONFIGS[1], *formats, **options)
+    results = our_results(values, gradient, num_groups, weight, bias, CONFIGS[1], *formats)
     assert_all_close(results, truths, 1e-4)
 
 
@@ -257,26 +287,20 @@ def test_some_samples_at_a_time():
     """Slices of the statistics and of the sums of all samples: the same bits as all at once."""
     values, gradient, num_groups, weight, bias = problem((5, 3, 5, 33))
     config, (B, C, S) = CONFIGS[1], values.shape
-    statistics = image_statistics(values, num_groups, 1e-5, config, activation=GELU)
+    chain = Chain("conv_transpose2d", before=(GELU,))
+    operands = operands_of(chain, weight, bias, None)
+    statistics = image_statistics(values, num_groups, 1e-5, config, chain, operands)
 
     def results(spans):
         output, input_gradient = torch.full((2, B, C, S), torch.nan)
-        norm_sums = torch.full((2, B, config.strips(S), C), torch.nan)
-        bias_sums = torch.full((B, config.strips(S), C), torch.nan)
+        sums = [torch.full((B, config.strips(S), C), torch.nan) if step.has_tensor else None for step in chain.steps]
         for span in spans:
-            of_span = statistics.view(2, B, num_groups)[:, span].flatten(1)
-            arguments = (of_span, weight, bias, config)
-            image_group_norm(values[span], *arguments, output=output[span], activation=GELU)
-            image_group_norm_backward(
-                gradient[span],
-                values[span],
-                *arguments,
-                input_gradient=input_gradient[span],
-                norm_sums=norm_sums[:, span].unbind(),
-                bias_sums=bias_sums[span],
-                activation=GELU,
-            )
-        return output, input_gradient, norm_sums, bias_sums
+            arguments = (statistics.view(2, B, num_groups)[:, span].flatten(1), chain, operands, config)
+            image_group_norm(values[span], *arguments, output=output[span])
+            of_span = [None if each is None else each[span] for each in sums]
+            options = {"input_gradient": input_gradient[span], "sums": of_span}
+            image_group_norm_backward(gradient[span], values[span], *arguments, **options)
+        return output, input_gradient, *(each for each in sums if each is not None)
 
     at_once = results([slice(0, B)])
     for some, all in zip(results([slice(0, 2), slice(2, 4), slice(4, 5)]), at_once, strict=True):
@@ -289,8 +313,7 @@ def test_stored_function(result_format):
     arguments = problem((2, 3, 5, 17))
     formats = ("contiguous", result_format)
     exact, rounded = (
-        our_results(*arguments, CONFIGS[1], *formats, activation=GELU, backward={"stored": function})
-        for function in (identity, nearest_tf32)
+        our_results(*arguments, CONFIGS[1], *formats, stored=function) for function in (identity, nearest_tf32)
     )
     assert torch.equal(rounded[1], round_to_tf32(exact[1])) and not torch.equal(rounded[1], exact[1])
     for i in (0, 2, 3, 4):
@@ -300,11 +323,11 @@ def test_stored_function(result_format):
 def test_nothing_is_written_beside_the_results():
     """Channels and pixels past the last are no channels and pixels of a neighbour."""
     values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
-    statistics = image_statistics(values, num_groups, 1e-5, CONFIGS[1])
+    statistics = statistics_of(values, num_groups, 1e-5, CONFIGS[1])
     for format in ("contiguous", "channels_last"):
         memory = in_format(torch.full((4, 21, 29), 7.0), format)
         target = memory[1:3, 3:18, 5:22]
-        image_group_norm(values, statistics, weight, bias, CONFIGS[1], output=target)
+        image_group_norm(values, statistics, NORM, (weight, bias), CONFIGS[1], output=target)
         assert not (target == 7.0).any()
         target.fill_(7.0)
         assert (memory == 7.0).all()
@@ -313,13 +336,16 @@ def test_nothing_is_written_beside_the_results():
 @pytest.mark.parametrize("shape", [(0, 6, 5), (2, 6, 0)], ids=str)
 def test_nothing_to_do(shape):
     empty = torch.empty(shape)
-    statistics = image_statistics(empty, 3, 1e-5, CONFIGS[0])
-    assert torch.equal(statistics, torch.zeros(2, 3 * shape[0]))
-    norm_sums = torch.empty(2, shape[0], CONFIGS[0].strips(shape[2]), 6)
-    image_group_norm(empty, statistics, None, None, CONFIGS[0], output=empty)
-    image_group_norm_backward(
-        empty, empty, statistics, None, None, CONFIGS[0], input_gradient=empty, norm_sums=norm_sums.unbind()
-    )
+    statistics = statistics_of(empty, 3, 1e-5, CONFIGS[0])
+    assert statistics.shape == (2, 3 * shape[0])
+    image_group_norm(empty, statistics, NORM, (None, None), CONFIGS[0], output=empty)
+    gradients = torch.full((2, 6), torch.nan).unbind()
+    sums = empty_sums(NORM, gradients, empty, CONFIGS[0])
+    options = {"input_gradient": empty, "sums": sums}
+    image_group_norm_backward(empty, empty, statistics, NORM, (None, None), CONFIGS[0], **options)
+    add_up_sums(NORM, sums, gradients)
+    for gradient in gradients:
+        assert torch.equal(gradient, torch.zeros(6))
 
 
 def test_tiles_and_strips_cover_all_pixels():
@@ -339,3 +365,199 @@ def test_tiles_are_long_where_all_pixels_are_contiguous(channels, pixels):
         assert config.block_c < 2 * channels and config.block_c * config.block_s <= 4096
     if channels == 64:
         assert long.block_s == 1024 and wide.block_c == 64
+
+
+# Operands anywhere.
+
+ADD_IMAGE = Pointwise("add", add, add_gradient, lambda value, image: value + image, "tensor")
+MUL_IMAGE = Pointwise("mul", mul, mul_gradient, lambda value, image: value * image, "tensor")
+ANYWHERE = Chain("conv_transpose2d", before=(ADD, GELU, MUL, ADD_IMAGE, ADD), after=(HARDTANH, ADD, MUL_IMAGE, MUL))
+
+
+def exact_chain(chain, values, operands, num_groups, gradient):
+    """The result, and the gradients of the values and of the operands that are tensors, in float64."""
+    leaves = [each.double().requires_grad_() if isinstance(each, torch.Tensor) else each for each in operands]
+    input = value = values.double().requires_grad_()
+    for place, (step, operand) in enumerate(zip(chain.steps, leaves, strict=True)):
+        if place == len(chain.steps) - len(chain.last):
+            value = torch.group_norm(value, num_groups)
+        if operand is not None or not step.has_tensor:
+            value = step.plain(value, operand[:, None] if step.operand == "vector" else operand)
+    tensors = [input, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+    return value.detach(), *torch.autograd.grad(value, tensors, gradient.double())
+
+
+def our_chain(chain, values, operands, num_groups, gradient, config, wanted=None):
+    """The same from kernels. ``wanted`` operands have gradients; all that are tensors, if None."""
+    statistics = image_statistics(values, num_groups, 1e-5, config, chain, operands)
+    output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
+    image_group_norm(values, statistics, chain, operands, config, output=output)
+    gradients = [
+        torch.full_like(each, torch.nan) if isinstance(each, torch.Tensor) and (wanted is None or i in wanted) else None
+        for i, each in enumerate(operands)
+    ]
+    sums = empty_sums(chain, gradients, values, config)
+    options = {"input_gradient": input_gradient, "sums": sums}
+    image_group_norm_backward(gradient, values, statistics, chain, operands, config, **options)
+    add_up_sums(chain, sums, gradients)
+    return output, input_gradient, *(each for each in gradients if each is not None)
+
+
+def anywhere(size, absent=()):
+    samples, num_groups, group_size, pixels = size
+    C = num_groups * group_size
+    images = (each for format, each in zip(FORMATS[1:], normal(2, samples, C, pixels, seed=3), strict=True))
+    vectors = iter(normal(9, C, seed=2))
+    made = {"vector": lambda: next(vectors), "tensor": lambda: in_format(next(images), "strided")}
+    operands = [made[step.operand]() if step.has_tensor else None for step in ANYWHERE.steps]
+    operands = [None if i in absent else each for i, each in enumerate(operands)]
+    operands[ANYWHERE.steps.index(HARDTANH)] = BOUNDS
+    values, gradient = normal(2, samples, C, pixels, seed=pixels)
+    return values, operands, num_groups, gradient
+
+
+#: One image, and one strip of it; strips of several tiles; a matrix; a few pixels.
+ANYWHERE_SIZES = [((1, 3, 5, 17), CONFIGS[2]), ((2, 3, 5, 33), CONFIGS[1]), ((3, 2, 40, 1), None), ((2, 2, 6, 3), None)]
+
+
+@pytest.mark.parametrize("absent", [(), (0, 1), (3, 6), (4, 7), (5, 9), (10, 11)], ids=str)
+@pytest.mark.parametrize("size, config", ANYWHERE_SIZES, ids=str)
+def test_operands_anywhere(size, config, absent):
+    """Vectors and images before the norm and after it, with gradients; each may be absent."""
+    values, operands, *rest = anywhere(size, absent)
+    results = our_chain(ANYWHERE, values, operands, *rest, config or ImageNormConfig.fit(values))
+    truths = exact_chain(ANYWHERE, values, operands, *rest)
+    for result, truth in zip(results, truths, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", [(), (0,), (4, 9), (3, 6), (7, 11)], ids=str)
+def test_what_is_wanted(wanted):
+    """No gradient depends on which others are wanted."""
+    values, operands, *rest = anywhere((2, 3, 5, 33))
+    every = our_chain(ANYWHERE, values, operands, *rest, CONFIGS[1])
+    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
+    some = our_chain(ANYWHERE, values, operands, *rest, CONFIGS[1], wanted)
+    expected = (*every[:2], *(every[2 + tensors.index(i)] for i in wanted))
+    for result, truth in zip(some, expected, strict=True):
+        assert torch.equal(result, truth)
+
+
+def test_gradient_of_an_absent_bias():
+    """A convolution added it: its gradient is that of its result."""
+    values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
+    added = our_results(values, gradient, num_groups, weight, bias, CONFIGS[1], input_bias=torch.zeros(15))
+    for result, truth in zip(our_results(values, gradient, num_groups, weight, bias, CONFIGS[1]), added, strict=True):
+        assert torch.equal(result, truth)
+
+
+# Groups of matrices and of few pixels: statistics of several channels at a time.
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -3e6])
+@pytest.mark.parametrize("width", [1, 100, 4096, 4097, 3 * 4096 + 5])
+@pytest.mark.parametrize("is_matrix", [False, True])
+def test_merged_statistics(is_matrix, width, offset):
+    """Of one long channel and of a row of a matrix: blocks of 4096, the last one shorter."""
+    values = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(width)) + offset
+    images = values.view(2, 3 * width, 1) if is_matrix else values
+    mean, rstd = statistics_of(images, 3, 1e-5, ImageNormConfig.fit(images))
+    exact = values.double().view(6, width)
+    torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=1e-6)
+    rounding = torch.finfo(torch.float32).eps / 2 * abs(offset)
+    expected_rstd = (exact.var(1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=2e-6 + rounding, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, -1), (1, -1, 1)], ids=str)
+def test_means_that_differ_between_blocks(shape):
+    """Nearly all of the variance is that of the blocks' means."""
+    values = (torch.arange(3 * 4096 + 100).div(4096, rounding_mode="floor").float() * 100).view(shape)
+    mean, rstd = statistics_of(values, 1, 1e-5, ImageNormConfig.fit(values))
+    exact = values.double().flatten()
+    torch.testing.assert_close(mean[0].double(), exact.mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd[0].double(), (exact.var(correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(2, 3, 5000), (2, 15000, 1), (2, 9 * 512, 5)], ids=str)
+def test_statistics_of_activated_groups(shape, name):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    (activation, function), config = ACTIVATIONS[name], ImageNormConfig.fit(values)
+    mean, rstd = statistics_of(values, 3, 1e-5, config, Chain(before=activation))
+    exact = function(values.double()).view(6, -1)
+    torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(rstd.double(), (exact.var(1, correction=0) + 1e-5).rsqrt(), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4096), (1, 3, 5000), (1, 3, 12345), (1, 12345, 1), (1, 3000, 5)], ids=str)
+@pytest.mark.parametrize("value", [0.1, 12345.678, 1000.3])
+def test_constant_groups_of_any_shape(value, shape):
+    """They stay 0: 1/sqrt(eps) = 316 must have nothing to multiply."""
+    values = torch.full(shape, value)
+    config, output = ImageNormConfig.fit(values), torch.empty_like(values)
+    statistics = statistics_of(values, 1, 1e-5, config)
+    image_group_norm(values, statistics, NORM, (None, None), config, output=output)
+    assert (output == 0.0).all()
+
+
+#: The same pairs for tiles as they are chosen.
+GROUPS = [(2, 3, 5, 7), (1, 1, 3, 2000), (3, 2, 1, 5000), (2, 2, 5000, 1), (2, 2, 4096, 1)]
+FUNCTIONS_IN_GROUPS = [
+    *((size, "gelu", "hardtanh") for size in GROUPS),
+    *((GROUPS[0], name, final) for name in ACTIVATIONS for final in FINALS),
+]
+
+
+@pytest.mark.parametrize("size, name, final", dict.fromkeys(FUNCTIONS_IN_GROUPS), ids=str)
+def test_groups_against_autograd(size, name, final):
+    arguments = problem(size)
+    results = our_results(*arguments, ImageNormConfig.fit(arguments[0]), name=name, final=final)
+    truths = exact_results(*arguments, ACTIVATIONS[name][1], FINALS[final])
+    for result, truth in zip(results, truths, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_weight, has_bias", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("shape", [(2, 6, 1000), (2, 6000, 1)], ids=str)
+def test_absent_vectors_are_ones_and_zeros(shape, has_weight, has_bias):
+    """Bit for bit, before and behind a function that cuts off at values that the bias moves."""
+    values, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    weight, bias = torch.randn(2, shape[1], generator=torch.Generator().manual_seed(1))
+    present = (weight if has_weight else torch.ones_like(weight), bias if has_bias else torch.zeros_like(bias))
+    absent = (weight if has_weight else None, bias if has_bias else None)
+    config = ImageNormConfig.fit(values)
+    with_vectors, without = (our_results(values, gradient, 2, *vectors, config) for vectors in (present, absent))
+    for one, other in zip(with_vectors, without, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(2**18, 8, 16), (1, 1, 2**30), (3, 4, 2**28), (1, 2, 2**31), (1, 2**31, 1)], ids=str)
+def test_grids_of_any_size(shape):
+    """Many groups, and groups of many blocks. Indices have 64 bits where 32 do not suffice."""
+    launches = []
+
+    def run(*arguments, grid, **options):
+        launches.append((grid, options))
+
+    with mock.patch.object(type(kernels.apply_kernel), "run", run):
+        values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        config = ImageNormConfig.fit(values)
+        statistics = statistics_of(values, 1, 1e-5, config)
+        image_group_norm(values, statistics, NORM, (None, None), config, output=values)
+        gradients = torch.empty(2, shape[1], device="meta").unbind()
+        sums = empty_sums(NORM, gradients, values, config)
+        options = {"input_gradient": values, "sums": sums}
+        image_group_norm_backward(values, values, statistics, NORM, (None, None), config, **options)
+        add_up_sums(NORM, sums, gradients)
+    assert len(launches) in (6, 7, 8)
+    for grid, options in launches:
+        assert 0 < grid[0] < 2**31 and all(0 < size <= 65535 for size in grid[1:])
+        if "INDEX" in options:
+            assert options["INDEX"] == (tl.int64 if max(shape) >= 2**30 else tl.int32)
+
+
+@pytest.mark.parametrize("channels, pixels", [(65536, 1), (16384, 1), (1, 2**20), (512, 7), (3, 100000)])
+def test_tiles_hold_as_many_values_of_every_shape(channels, pixels):
+    config = ImageNormConfig.fit(torch.empty(2, channels, pixels, device="meta"))
+    assert 2048 <= config.block_c * config.block_s <= 4096

@@ -9,9 +9,10 @@ import torch
 
 import triton_kernels
 from autotune_configs.offline import compile_launches
-from triton_kernels.epilogues import bias_epilogue
+from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LinearSplitConfig, SplitOperand
-from triton_kernels.launch import launch, watched
+from triton_kernels.launch import call as do
+from triton_kernels.launch import launch, noted_in
 from triton_kernels.linear import LinearConfig, linear
 
 SOURCES = sorted(Path(triton_kernels.__file__).parent.glob("*.py"))
@@ -67,7 +68,7 @@ def test_nothing_is_launched_in_another_way():
 def compiled_linear(arch):
     input, weight, output = (torch.empty(256, 256, dtype=torch.bfloat16, device=META) for _ in range(3))
     config = LinearConfig(64, 64, 64, num_warps=4)
-    (compiled,) = compile_launches(lambda: linear(input, weight, bias_epilogue, config, output=output), arch)
+    (compiled,) = compile_launches(lambda: linear(input, weight, LINEAR, config, (None,), output=output), arch)
     return compiled.ptx
 
 
@@ -93,7 +94,7 @@ def test_warps_of_their_own_begin_after_the_wait():
 
     output = torch.empty(256, 256, device=META)
     (compiled,) = compile_launches(
-        lambda: linear_split(operand(256), operand(256), bias_epilogue, LinearSplitConfig(2), output=output), 90
+        lambda: linear_split(operand(256), operand(256), LINEAR, LinearSplitConfig(2), (None,), output=output), 90
     )
     assert compiled.ptx.count("griddepcontrol.wait") == 1
     # The producer's copies are behind the barrier that the other warps reach once they have waited.
@@ -103,8 +104,19 @@ def test_warps_of_their_own_begin_after_the_wait():
     assert copies and wait < barrier
 
 
-def test_a_watcher_launches_instead():
+def test_notes_take_the_place_of_launches_and_calls():
     seen = []
-    with watched(lambda *launched: seen.append(launched)):
+
+    class Notes:
+        def launch(self, *launched):
+            seen.append(launched)
+
+        def call(self, *called):
+            seen.append(called)
+            return "what stands for the result"
+
+    with noted_in(Notes()):
         launch("kernel", (1, 2), torch.device("cpu"), 3, SIZE=4)
-    assert seen == [("kernel", (1, 2), (3,), {"SIZE": 4})]
+        assert do(divmod, 5, 3, named=4) == "what stands for the result"
+    assert seen == [("kernel", (1, 2), (3,), {"SIZE": 4}, None), (divmod, (5, 3), {"named": 4})]
+    assert do(divmod, 5, 3) == (1, 2), "nothing is noted any more"

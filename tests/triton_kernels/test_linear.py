@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 
 from tests.chains import LAYOUTS, with_layout
+from triton_kernels import chains
 from triton_kernels import linear as module
-from triton_kernels.epilogues import (
-    bias_epilogue,
-    group_norm_hardtanh_epilogue,
-    hardtanh_mish_group_norm_epilogue,
-)
+from triton_kernels.chain import Chain
 from triton_kernels.linear import LinearConfig, linear
+from triton_kernels.pointwise import ADD
 
 CONFIGS = [
     LinearConfig(16, 32, 16, num_warps=4),
@@ -25,6 +23,7 @@ CONFIGS = [
     LinearConfig(16, 64, 16, store_strips=2),
     LinearConfig(128, 128, 64),
 ]
+TWO_BIASES = Chain("linear", before=(ADD,), norm="")
 
 
 def config_id(config):
@@ -39,8 +38,7 @@ def whole_numbers(*shape, seed=0):
 def product(input, weight, config, *, bias=None, linear_bias=None, output=None):
     if output is None:
         output = torch.full((input.shape[0], weight.shape[0]), torch.nan, dtype=input.dtype)
-    vectors = (linear_bias, bias, None, None)
-    linear(input, weight, bias_epilogue, config, output=output, vectors=vectors, input_precision="tf32x3")
+    linear(input, weight, TWO_BIASES, config, (linear_bias, bias), output=output, input_precision="tf32x3")
     return output
 
 
@@ -138,7 +136,7 @@ def test_nothing_is_written_outside(channels, offset, store_strips):
 
 def test_no_rows():
     output = torch.empty(0, 32)
-    linear(torch.empty(0, 24), whole_numbers(32, 24), bias_epilogue, CONFIGS[0], output=output)
+    linear(torch.empty(0, 24), whole_numbers(32, 24), chains.LINEAR, CONFIGS[0], (None,), output=output)
 
 
 @pytest.mark.parametrize("strips, store_strips", [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -148,19 +146,29 @@ def test_norms_in_registers(save, strips, store_strips):
     config = LinearConfig(16, 64, 16, epilogue_strips=strips, store_strips=store_strips)
     generator = torch.Generator().manual_seed(0)
     input, weight = torch.randn(20, 24, generator=generator), torch.randn(96, 24, generator=generator)
-    vectors = tuple(torch.randn(96, generator=generator) for _ in range(4))
-    z = F.linear(input, weight, vectors[0]) + vectors[1]
-    expected = {
-        hardtanh_mish_group_norm_epilogue: F.group_norm(F.mish(F.hardtanh(z, -0.5, 1.5)), 12, vectors[2], vectors[3]),
-        group_norm_hardtanh_epilogue: F.hardtanh(F.group_norm(z, 12, vectors[2], vectors[3]), -0.5, 1.5),
-    }
-    for epilogue, result in expected.items():
+    linear_bias, bias, norm_weight, norm_bias = torch.randn(4, 96, generator=generator)
+    bounds = (-0.5, 1.5)
+    z = F.linear(input, weight, linear_bias)
+    activated = F.mish(F.hardtanh(z + bias, *bounds))
+    for chain, operands, kept, result in (
+        (
+            chains.LINEAR_HARDTANH_MISH_GROUP_NORM,
+            (linear_bias, bias, bounds, None, norm_weight, norm_bias),
+            z + bias,
+            F.group_norm(activated, 12, norm_weight, norm_bias),
+        ),
+        (
+            chains.LINEAR_GROUP_NORM_HARDTANH,
+            (linear_bias, norm_weight, norm_bias, bounds),
+            z,
+            F.hardtanh(F.group_norm(z, 12, norm_weight, norm_bias), *bounds),
+        ),
+    ):
         output, saved = torch.full((20, 96), torch.nan), torch.full((20, 96), torch.nan) if save else None
-        options = {"vectors": vectors, "scalars": (-0.5, 1.5, 1e-5), "group_size": 8}
-        linear(input, weight, epilogue, config, output=output, saved=saved, **options)
+        linear(input, weight, chain, config, operands, output=output, saved=saved, eps=1e-5, group_size=8)
         torch.testing.assert_close(output, result, rtol=1e-4, atol=1e-4)
         if save:
-            torch.testing.assert_close(saved, z, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(saved, kept, rtol=1e-5, atol=1e-5)
 
 
 def test_config_holds_groups():

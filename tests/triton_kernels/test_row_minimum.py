@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from triton_kernels import row_minimum
-from triton_kernels.epilogues import group_norm_row_minimum_epilogue
-from triton_kernels.group_norm import GroupNormConfig, column_tiles, finish_row_minimum, group_norm
+from triton_kernels.chains import LINEAR_GROUP_NORM_MIN
+from triton_kernels.group_norm import GroupNormConfig, column_tiles, group_norm
 from triton_kernels.linear import LinearConfig, linear
 
 CPU = torch.device("cpu")
@@ -92,8 +92,8 @@ def test_minimum_of_normalised_tiles(rows, num_groups, group_size):
     config = GroupNormConfig(2, 32, 2)
     tiles = column_tiles(z.shape[1], group_size, config)
     keys, saved = row_minimum.empty_tile_minimum(tiles, rows, group_size, CPU, save=True)
-    options = {"output": keys, "saved": saved, "finish": finish_row_minimum}
-    group_norm(z, num_groups, weight, bias, 1e-5, config, **options)
+    operands = (None, weight, bias)  # the linear bias is in z
+    group_norm(z, num_groups, LINEAR_GROUP_NORM_MIN, operands, 1e-5, config, output=keys, saved=saved)
     check_finished(keys, saved, z, num_groups, weight, bias)
 
 
@@ -110,11 +110,12 @@ def test_minimum_of_a_product(rows, num_groups, group_size, strips):
     _, saved = row_minimum.empty_tile_minimum(tiles, rows, group_size, CPU, save=True)
     memory = torch.full((tiles * rows + 256,), 7, dtype=torch.int32)
     keys = memory[: tiles * rows].view(tiles, rows)
-    options = {"vectors": (None, None, weight, bias), "scalars": (0.0, 0.0, 1e-5), "group_size": group_size}
-    linear(input, matrix, group_norm_row_minimum_epilogue, config, output=keys, saved=None, **options)
+    arguments = (input, matrix, LINEAR_GROUP_NORM_MIN, config, (None, weight, bias))
+    options = {"eps": 1e-5, "group_size": group_size}
+    linear(*arguments, output=keys, saved=None, **options)
     written_beyond = int((memory[tiles * rows :] != 7).sum())
     assert written_beyond == 0
-    linear(input, matrix, group_norm_row_minimum_epilogue, config, output=keys, saved=saved, **options)
+    linear(*arguments, output=keys, saved=saved, **options)
     check_finished(keys, saved, input @ matrix.T, num_groups, weight, bias)
 
 
@@ -194,8 +195,9 @@ def test_columns_past_the_last_are_no_minimum(strips, has_bias):
     config = LinearConfig(16, 64, 16, epilogue_strips=strips)
     tiles = triton.cdiv(channels, config.epilogue_columns)
     keys, saved = row_minimum.empty_tile_minimum(tiles, rows, 2, CPU, save=True)
-    options = {"vectors": (None, None, weight, bias), "scalars": (0.0, 0.0, 1e-5), "group_size": 2}
-    linear(input, matrix, group_norm_row_minimum_epilogue, config, output=keys, saved=saved, **options)
+    operands = (None, weight, bias)
+    options = {"output": keys, "saved": saved, "eps": 1e-5, "group_size": 2}
+    linear(input, matrix, LINEAR_GROUP_NORM_MIN, config, operands, **options)
     output, winner = torch.empty(1, rows), row_minimum.empty_winner(rows, 2, CPU)
     row_minimum.finish(keys, saved, None, output, winner, 2, weight, bias)
     y = torch.nn.functional.group_norm(input @ matrix.T, channels // 2, weight, bias)

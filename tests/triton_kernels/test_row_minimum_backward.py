@@ -131,22 +131,23 @@ def test_products(size, dtype, layout):
 
 
 def test_column_gradients():
+    """The biases before the norm, here two of them, have the same."""
     rows, groups, group_size = 300, 4, 10
     column, rstd, normalized = winners(rows, groups, group_size)
     column.clamp_(max=3 * group_size - 1)
     order, offsets = order_of(column, groups, group_size)
     minimum_gradient, z_gradient = draw(rows, seed=6), draw(rows, group_size, seed=7)
     kept = (column, rstd, normalized)
-    sums = torch.full((3, groups * group_size), torch.nan)
+    sums = torch.full((4, groups * group_size), torch.nan)
     backward.column_gradients(minimum_gradient, kept, z_gradient, order, offsets, sums.unbind())
-    expected = torch.zeros(3, groups * group_size, dtype=torch.float64)
+    expected = torch.zeros(4, groups * group_size, dtype=torch.float64)
     for row in range(rows):
         winner = int(column[row])
         first = winner // group_size * group_size
-        expected[0, first : first + group_size] += z_gradient[row].double()
-        expected[1, winner] += minimum_gradient[row].double() * normalized[row, winner - first].double()
-        expected[2, winner] += minimum_gradient[row].double()
+        expected[:2, first : first + group_size] += z_gradient[row].double()
+        expected[2, winner] += minimum_gradient[row].double() * normalized[row, winner - first].double()
+        expected[3, winner] += minimum_gradient[row].double()
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
     one = torch.empty(groups * group_size, dtype=torch.bfloat16)
     backward.column_gradients(minimum_gradient, kept, z_gradient, order, offsets, (None, one, None))
-    assert torch.equal(one, sums[1].bfloat16())
+    assert torch.equal(one, sums[2].bfloat16())

@@ -1,0 +1,99 @@
+"""The configs that ``ops`` asks for by what it is about to launch. With tuning on, unseen problems are tuned first."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autotune_configs import lookup, tuning
+from autotune_configs.gpus import Gpu
+from autotune_configs.lookup import Found
+from autotune_configs.problem import Problem
+from triton_kernels.convolution import ConvolutionConfig
+from triton_kernels.device import meant
+from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.image_tiles import ImageNormConfig, layout_of
+from triton_kernels.linear import LinearConfig
+
+
+class _Thread(threading.local):
+    lookups: list[Found] | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def noted_lookups() -> Iterator[list[Found]]:
+    """Within this context, what this thread's lookups find is added to the list."""
+    before, _thread.lookups = _thread.lookups, []
+    try:
+        yield _thread.lookups
+    finally:
+        _thread.lookups = before
+
+
+def _resolve(
+    device: torch.device,
+    kernel: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    precision: str | None = None,
+    layout: str | None = None,
+) -> Any:
+    """The config for a problem, of the kernel's config class. Tunes the problem first if that is switched on."""
+    device = meant(device)
+    problem = Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout)
+    if tuning.is_on() and tuning.tune_unseen(problem, device):
+        lookup.forget()
+    found = lookup.find(problem, Gpu.of(device))
+    if _thread.lookups is not None:
+        _thread.lookups.append(found)
+    return found.config
+
+
+def prefers_cublas(M: int, N: int, K: int, device: torch.device) -> bool:
+    """Whether cuBLAS computes [M, K] @ [N, K].T in 16 bits on this device (``Gpu.prefers_cublas``)."""
+    return Gpu.of(device).prefers_cublas(M, N, K)
+
+
+def linear_config(
+    kernel: str, dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
+) -> LinearConfig:
+    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, for a chain whose ``Chain.kernel`` is ``kernel``.
+
+    If the chain normalises groups of ``group_size`` columns, the tile holds whole groups where any tile can.
+    ``LinearConfig.holds_groups_of`` tells.
+    """
+    return _resolve(device, kernel, dtype, (M, N, K, group_size), "highest" if dtype == torch.float32 else None)
+
+
+def group_norm_config(
+    kernel: str, dtype: torch.dtype, M: int, C: int, group_size: int, device: torch.device
+) -> GroupNormConfig:
+    """Config of ``triton_kernels.group_norm`` for a matrix [M, C]; ``kernel``: group_norm, group_norm_backward."""
+    return _resolve(device, kernel, dtype, (M, C, group_size))
+
+
+def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> ImageNormConfig:
+    """Config of the passes over images [B, C, S] of one dtype (``triton_kernels.image_tiles``), the input first.
+
+    ``kernel``: image_statistics, image_group_norm or image_group_norm_backward.
+    """
+    sizes = (*images[0].shape, group_size)
+    return _resolve(images[0].device, kernel, images[0].dtype, sizes, None, _layouts(*images))
+
+
+def convolution_config(input: torch.Tensor, output: torch.Tensor, kernel_size: tuple[int, int]) -> ConvolutionConfig:
+    """Config of ``triton_kernels.convolution`` from input [N, C, H, W] to output [N, O, OH, OW]."""
+    (samples, out_channels, height, width), in_channels = output.shape, input.shape[1]
+    sizes = (samples, in_channels, out_channels, height, width, *kernel_size)
+    return _resolve(
+        input.device, "convolution", input.dtype, sizes, None, _layouts(input.flatten(2), output.flatten(2))
+    )
+
+
+def _layouts(*images: torch.Tensor) -> str:
+    return " to ".join(dict.fromkeys(map(layout_of, images)))

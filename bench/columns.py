@@ -1,0 +1,153 @@
+"""Rows as tables, on the console and in Markdown: a table is columns, and a column says what it shows of a row."""
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from bench.schema import BARE, CALLS, OURS, PYTORCH, CapturedRow, FirstCallRow, Row, TensorParallelRow, TimesRow
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: A column's name, and what it shows of a row. A column that is None for every row is left out.
+Column = tuple[object, Callable[[Any], object]]
+
+#: Columns of words. They are aligned to the left, the others, numbers, to the right.
+_WORDS = {"cell", "chain", "dtype", "mode", "shape", "divided", "sent", "product", "setting", "of", "at"}
+
+
+def number(value: float | None, format: str = ".0f") -> str:
+    return "–" if value is None else f"{value:{format}}"
+
+
+def pair(values: Sequence[float | None] | None) -> str:
+    """Two errors, ours and PyTorch's."""
+    return "–" if values is None else " / ".join(number(value, ".1e") for value in values)
+
+
+def lines_of(columns: Iterable[Column], rows: Iterable[object]) -> list[list[str]]:
+    """The names of the columns of which something is known, then what they show of each row."""
+    rows = list(rows)
+    shown = [(str(name), [read(row) for row in rows]) for name, read in columns]
+    known = [(name, values) for name, values in shown if any(value is not None for value in values)]
+    values_of_rows = zip(*(values for _, values in known), strict=True)
+    return [[name for name, _ in known]] + [
+        ["–" if value is None else str(value) for value in values] for values in values_of_rows
+    ]
+
+
+def markdown_table(columns: Iterable[Column], rows: Iterable[object]) -> str:
+    names, *lines = lines_of(columns, rows)
+    rules = ["---" if name in _WORDS else "---:" for name in names]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rules, *lines))
+
+
+def console_table(
+    title: str,
+    columns: Iterable[Column],
+    rows: Sequence[Row],
+    caption: str = "",
+    is_red: Callable[[Any], bool] = attrgetter("failed"),
+) -> "Table":
+    """The cells by name, and these columns."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    names, *lines = lines_of([("cell", str), *columns], rows)
+    result = Table(title=title, caption=caption)
+    for name in names:
+        result.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
+        result.add_row(*map(escape, line), style="red" if is_red(row) else None)
+    return result
+
+
+CHAIN: Column = ("chain", attrgetter("chain"))
+DTYPE: Column = ("dtype", attrgetter("layout"))
+MODE: Column = ("mode", attrgetter("mode"))
+SHAPE: Column = ("shape", attrgetter("shape"))
+
+
+def field(name: str, of: str, format: str = ".0f") -> Column:
+    return name, lambda row: None if (value := getattr(row, of)) is None else number(value, format)
+
+
+def of_peer(peer: str, of: str, format: str = ".0f") -> Column:
+    title = "normfuse" if peer == OURS else peer
+    return title, lambda row: number(getattr(row.peers[peer], of), format) if peer in row.peers else None
+
+
+def _against(peer: str) -> Column:
+    """Our time over the peer's, and the peer's own microseconds."""
+
+    def read(row: TimesRow) -> str | None:
+        times = row.peer(peer)
+        if times.ours_over is None:
+            return "failed" if times.failure else "–" if peer in row.peers else None
+        return f"{times.ours_over:.2f} ({number(times.us)})"
+
+    return peer, read
+
+
+#: Of rows of ``python -m bench``.
+TIMES: list[Column] = [
+    ("µs", lambda row: "red" if row.red else number(row.us)),
+    *map(_against, (BARE, *PYTORCH)),
+]
+
+
+def _of_calls(of: str) -> Callable[[CapturedRow], str | None]:
+    """Microseconds of each call, separated by commas."""
+
+    def read(row: CapturedRow) -> str | None:
+        values = [getattr(row.call(name), of) for name in CALLS]
+        return ", ".join(map(number, values)) if any(values) else None
+
+    return read
+
+
+def _over_eager(name: str) -> Callable[[CapturedRow], str]:
+    return lambda row: "failed" if row.call(name).failure else number(row.call(name).over_eager, ".3f")
+
+
+CAPTURED: list[Column] = [
+    ("eager, µs", lambda row: "failed" if row.call("eager").failure else number(row.call("eager").us)),
+    ("compiled / eager", _over_eager("compile")),
+    ("graph / eager", _over_eager("graph")),
+    ("host, µs: eager, compiled, graph", _of_calls("host_us")),
+    ("wall clock, µs: eager, compiled, graph", _of_calls("wall_us")),
+]
+
+
+def _kernels_not_run(row: FirstCallRow) -> str | None:
+    names = row.kernels_not_run
+    return None if names is None else ", ".join(f"`{name}`" for name in names) or "none"
+
+
+FIRST_CALL: list[Column] = [
+    ("import ops, s", lambda row: "failed" if row.failure else number(row.import_s, ".2f")),
+    field("first forward call, s", "first_call_s", ".2f"),
+    ("kernels compiled", lambda row: None if row.failure else len(row.kernels)),
+    ("of which not run", _kernels_not_run),
+    field("later calls, µs", "later_call_us"),
+]
+
+
+def _sent(row: TensorParallelRow) -> str:
+    sent = (f"{each.bytes / 1e6:.3g} MB in {each.count} `{name}`" for name, each in row.collectives.items())
+    return ", ".join(sent) or "nothing"
+
+
+def _in_a_row(row: TensorParallelRow) -> str | None:
+    return f"{number(row.alone_in_a_row_us)}, {number(row.in_a_row_us)}" if row.rounds else None
+
+
+TENSOR_PARALLEL: list[Column] = [
+    ("divided", attrgetter("divided")),
+    ("GPUs", attrgetter("gpus")),
+    ("one GPU, µs", lambda row: "red" if row.red else row.rounds and number(row.alone_us)),
+    ("all, µs", lambda row: "red" if row.red else row.rounds and number(row.us)),
+    field("speed-up", "speedup", ".2f"),
+    ("by the host's clock: one, all, µs", _in_a_row),
+    ("sent", _sent),
+]

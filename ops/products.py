@@ -1,0 +1,134 @@
+"""Matrix products of chains, as steps of plans: by the project's kernel or by cuBLAS, and how float32 is split."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autotune_configs import linear_config
+from ops import precision
+from triton_kernels.chain import Chain
+from triton_kernels.chains import LINEAR
+from triton_kernels.float32_split import LinearSplitConfig, split
+from triton_kernels.image_copy import copy_image
+from triton_kernels.image_tiles import ImageNormConfig
+from triton_kernels.launch import call
+from triton_kernels.linear import LinearConfig, linear
+
+Config = LinearConfig | LinearSplitConfig
+#: In wider groups, keeping the group of a row's minimum takes more shared memory than a block of the kernel has left.
+WIDEST_REDUCED_GROUP = 64
+
+
+def product_config(chain: Chain, input: torch.Tensor, weight: torch.Tensor, group_size: int = 1) -> Config:
+    """How ``product`` multiplies input [M, K] and weight [N, K].
+
+    Where the chain normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds them.
+    """
+    if input.dtype == torch.float32 and precision.splits_float32(input.device):
+        return LinearSplitConfig(precision.float32_parts())
+    (M, K), N = input.shape, weight.shape[0]
+    return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device)
+
+
+def fused_config(
+    chain: Chain, input: torch.Tensor, weight: torch.Tensor, group_size: int, biases: Sequence[torch.Tensor | None]
+) -> Config | None:
+    """The config of the product's kernel where that does the whole chain; None where a second kernel has to.
+
+    That is where no tile of the kernel holds whole groups, and where cuBLAS multiplies.
+    """
+    too_wide = chain.reduction is not None and group_size > WIDEST_REDUCED_GROUP
+    if too_wide or precision.multiplies_by_cublas(input, weight.shape[0], *biases):
+        return None
+    config = product_config(chain, input, weight, group_size)
+    return config if config.holds_groups_of(group_size) else None
+
+
+def product(
+    input: torch.Tensor, weight: torch.Tensor, chain: Chain, config: Config, operands: Sequence[Any], **arguments
+) -> None:
+    """The chain of input [M, K] @ weight [N, K].T; ``arguments`` are ``linear``'s.
+
+    Where ``config`` says so, float32 operands are split into float16 ones. Tiles with values that float16 cannot hold
+    are computed again, as three TF32 products.
+    """
+    precisely = {"input_precision": precision.FLOAT32_INPUT_PRECISION} | arguments
+    if isinstance(config, LinearConfig):
+        linear(_depth_contiguous(input), _depth_contiguous(weight), chain, config, operands, **precisely)
+        return
+    from triton_kernels.linear_split_hopper import linear_split  # loads Gluon
+
+    any_rest = torch.empty(1, dtype=torch.int32, device=input.device)
+    call(zero, any_rest)
+    first, second = (split(operand, config.parts, any_rest) for operand in (input, weight))
+    linear_split(first, second, chain, config, operands, **arguments)
+    rest = first.scale, second.scale, any_rest
+    linear(input, weight, chain, config.rest, operands, rest=rest, **precisely)
+
+
+def _depth_contiguous(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, contiguous along K where it is float32: the kernel takes twice as long otherwise (H200).
+
+    The copy goes tile by tile. That takes a quarter of the time of PyTorch's copy of a transposed matrix.
+    """
+    if matrix.dtype != torch.float32 or matrix.is_contiguous():
+        return matrix
+    result = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+    source, target = matrix.unsqueeze(0), result.unsqueeze(0)
+    copy_image(source, target, ImageNormConfig.fit(source, target))
+    return result
+
+
+def affine(
+    input: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor | None], shape: Sequence[int]
+) -> torch.Tensor:
+    """input [M, K] @ weight [N, K].T and the biases, in the input's dtype: M x N values in this shape.
+
+    The result is rounded once. Where cuBLAS multiplies, the sum of two biases is rounded too.
+    """
+    given = [bias for bias in biases if bias is not None]
+    if precision.multiplies_by_cublas(input, weight.shape[0], *biases):
+        shift = None
+        for bias in given:
+            shift = bias if shift is None else call(torch.add, shift, bias)
+        if shift is not None and precision.cublas_adds_bias(input, weight.shape[0]):
+            return call(addmm, shift, input, weight.T, shape)
+        output = call(mm, input, weight.T, shape)
+        if shift is not None:
+            call(add_to, output, shift)
+        return output
+    output = torch.empty(shape, dtype=input.dtype, device=input.device)
+    if not given:
+        given = [None]
+    chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
+    config = product_config(LINEAR, input, weight)
+    product(input, weight, chain, config, given, output=output.view(input.shape[0], weight.shape[0]))
+    return output
+
+
+def zero(tensor: torch.Tensor) -> None:
+    tensor.zero_()
+
+
+def mm(input: torch.Tensor, weight: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """torch.mm, in this shape."""
+    result = torch.mm(input, weight)
+    return result if len(shape) == 2 else result.view(shape)
+
+
+def addmm(bias: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """torch.addmm, in this shape."""
+    result = torch.addmm(bias, input, weight)
+    return result if len(shape) == 2 else result.view(shape)
+
+
+def add_to(output: torch.Tensor, bias: torch.Tensor) -> None:
+    output.add_(bias)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """a @ b in the backward pass, in this shape: cuBLAS's, but in float32 the kernel's where that is faster."""
+    if a.dtype == torch.float32 and a.shape[1] > 0 and not precision.multiplies_by_cublas(a, b.shape[1]):
+        return affine(a, b.T, (), shape)
+    return call(mm, a, b, shape)

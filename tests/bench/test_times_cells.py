@@ -1,0 +1,50 @@
+"""Which cells the options select."""
+
+import pytest
+
+from bench import times
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """The cells that these arguments select. Nothing is run."""
+
+    def of(*arguments):
+        seen = []
+        monkeypatch.setattr(times, "record", lambda *arguments: seen.extend(arguments[4]) or 0)
+        assert times.main(list(arguments), "bench") == 0
+        return seen
+
+    return of
+
+
+def test_grid(cells):
+    found = cells("--grid")
+    shapes = [f"{m}x{n}x{n}" for m in (1, 16, 64, 256, 1024, 4096) for n in (1024, 2048, 4096, 8192, 16384)]
+    assert list(dict.fromkeys(cell.shape for cell in found)) == shapes and len(shapes) == 30
+    assert {(cell.dtype, cell.precision) for cell in found} == {
+        ("bfloat16", None),
+        ("float32", "highest"),
+        ("float32", "high"),
+    }
+    assert {cell.chain.label for cell in found} == {"L94", "L75", "L30"}
+    assert len(found) == len(set(map(str, found))) == 30 * 3 * 3 * 2
+
+
+def test_grid_of_some(cells):
+    found = cells("--grid", "--chains", "l30", "--dtypes", "float16", "--modes", "training")
+    assert {(cell.chain.label, cell.dtype, cell.mode) for cell in found} == {("L30", "float16", "training")}
+    assert len(found) == 30
+
+
+def test_modes(cells):
+    """The forward pass that keeps what a backward pass needs is measured where it is asked for."""
+    assert {cell.mode for cell in cells()} == {"forward", "training"}
+    assert {cell.mode for cell in cells("--modes", "forward_grad")} == {"forward_grad"}
+
+
+def test_all_where_nothing_is_chosen(cells):
+    found = cells()
+    assert {cell.chain.label for cell in found} == {"L94", "L75", "L30", "L19"}
+    assert {cell.dtype for cell in found} == {"bfloat16", "float16", "float32"}
+    assert {cell.shape for cell in found} == {"8x64x64", "2x16x16x5x6x3"}

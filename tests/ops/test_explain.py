@@ -1,0 +1,136 @@
+"""Promise: ``explain`` tells the kernels, configs, tables and memory of a call's plans, and changes nothing."""
+
+import textwrap
+
+import pytest
+import torch
+
+import ops
+from autotune_configs import lookup, tables
+from autotune_configs.gpus import Gpu
+from tests.autotune_configs.entries import SECOND, entry, linear_problem
+from triton_kernels.linear import LinearConfig
+
+L30 = "linear -> add -> group_norm(4, 1e-05) -> mul -> add -> hardtanh(-2.0, 2.0)"
+
+
+def model(**options):
+    return ops.LinearGroupNormHardtanh(16, 32, 4, -2.0, 2.0, **options)
+
+
+def test_both_passes():
+    """In the order in which they run; the memory is that of the tensors, and z is kept."""
+    explanation = ops.explain(model(), torch.randn(8, 16, requires_grad=True))
+    forward, backward = explanation.calls
+    assert (forward.chain, forward.direction) == (L30, "forward")
+    assert (backward.chain, backward.direction) == (L30, "backward")
+    (product,) = forward.steps
+    assert (product.name, product.source) == ("linear_kernel", "heuristic")
+    assert isinstance(product.config, LinearConfig) and product.grid == (1,)
+    assert (forward.result_bytes, forward.kept_bytes, forward.buffer_bytes) == (1024, 1024, 0)
+    assert backward.steps[0].name == "group_norm_backward_kernel"
+    assert backward.result_bytes == 4 * (8 * 16 + 32 * 16 + 3 * 32) and backward.kept_bytes == 0
+    z_gradient = 4 * 8 * 32
+    assert backward.buffer_bytes >= z_gradient
+
+
+def test_text():
+    config = LinearConfig(16, 32, 16)
+    steps = (
+        ops.ExplainedStep("linear_kernel", (3,), config, "tables/a.json"),
+        ops.ExplainedStep("column_sums_kernel", (2, 1, 4)),
+        ops.ExplainedStep("mm"),
+    )
+    call = ops.ExplainedCall(L30, "forward", torch.device("cpu"), steps, 2**20, 2**19, 0)
+    other = ops.ExplainedCall("linear", "forward", torch.device("cpu"), reason="it is said")
+    settings = "block_m=16 block_n=32 block_k=16 group_m=8 num_warps=8 num_stages=3 epilogue_strips=1 store_strips=1"
+    assert str(ops.Explanation((call, other))) == textwrap.dedent(f"""\
+        forward on cpu: {L30}
+          linear_kernel       3          {settings}  tables/a.json
+          column_sums_kernel  2 x 1 x 4
+          mm                  PyTorch
+          results 1.000 MiB, kept 0.500 MiB, buffers 0.000 MiB
+        forward on cpu: linear
+          plain PyTorch: it is said""")
+    assert str(ops.Explanation(())) == "no chain of ops ran"
+
+
+def test_a_tables_config(tmp_path, monkeypatch):
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path))
+    lookup.forget()
+    gpu = Gpu.of(torch.device("cpu"))
+    tables.store(tables.user_path(gpu), gpu, entry(SECOND, linear_problem(m=32, n=64, k=64)))
+    lookup.forget()
+    (call,) = ops.explain(ops.linear, torch.randn(32, 64).bfloat16(), torch.randn(64, 64).bfloat16()).calls
+    (step,) = call.steps
+    assert (step.config, step.source) == (SECOND, str(tables.user_path(gpu)))
+
+
+def test_a_config_that_is_not_looked_up():
+    """The weight's gradient in float32 is a product of matrices that are copied first, always with one config."""
+    _, backward = ops.explain(model(), torch.randn(8, 16)).calls
+    assert {step.source for step in backward.steps if step.name == "copy_kernel"} == {"fixed"}
+    assert {step.source for step in backward.steps if step.name == "column_sums_kernel"} == {""}
+
+
+def test_functions_of_pytorch():
+    """A 16-bit backward pass multiplies by torch.mm, which has neither grid nor config."""
+    leaves = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(32, 16, dtype=torch.bfloat16).requires_grad_()
+    _, backward = ops.explain(ops.linear_group_norm_hardtanh, *leaves, None, 4).calls
+    assert backward.steps[-1] == ops.ExplainedStep("mm")
+
+
+def test_without_gradients():
+    frozen = model().requires_grad_(False)
+    assert [call.direction for call in ops.explain(frozen, torch.randn(8, 16)).calls] == ["forward"]
+    with torch.no_grad():
+        (call,) = ops.explain(model(), torch.randn(8, 16)).calls
+    assert call.direction == "forward" and call.kept_bytes == 0
+
+
+def test_a_call_that_was_made_before():
+    """Its plan is kept; it tells the same."""
+    layer, input = model(), torch.randn(8, 16)
+    layer(input).sum().backward()
+    first = ops.explain(layer, input)
+    assert first == ops.explain(layer, input) and len(first.calls) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_models(fused):
+    """What is not of this project is not told of."""
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GroupNorm(4, 32), torch.nn.Hardtanh(-2.0, 2.0))
+    if fused:
+        ops.fuse(layers)
+    calls = ops.explain(torch.nn.Sequential(layers, torch.nn.Linear(32, 8)), torch.randn(8, 16)).calls
+    assert [call.chain for call in calls] == [L30] * 2 * fused
+
+
+def test_plain_pytorch():
+    (call,) = ops.explain(model(dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)).calls
+    assert call.chain == "linear_group_norm_hardtanh" and call.steps == ()
+    assert call.reason == "kernels take float32, bfloat16 and float16, not float64"
+
+
+def test_changes_nothing():
+    """No gradient is added anywhere, and a graph behind the arguments can still be used."""
+    layer, first = model(), torch.randn(8, 16, requires_grad=True)
+    input = first * first
+    ops.explain(layer, input)
+    assert all(parameter.grad is None for parameter in layer.parameters()) and first.grad is None
+    input.sum().backward()
+    assert torch.equal(first.grad, 2 * first)
+
+
+def test_what_cannot_be_called():
+    with pytest.raises(TypeError, match="^model_or_function must be callable, got Tensor$"):
+        ops.explain(torch.randn(3))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """The backward pass runs in a thread of autograd's own, and is told of too."""
+    layer, input = model(device="cuda"), torch.randn(8, 16, device="cuda")
+    forward, backward = ops.explain(layer, input).calls
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+    assert forward.device.type == backward.device.type == "cuda"

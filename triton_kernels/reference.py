@@ -1,0 +1,50 @@
+"""A chain in plain PyTorch: what the kernels are compared with, and what runs where they do not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from triton_kernels.chain import Chain
+from triton_kernels.pointwise import Pointwise
+
+Tensor = torch.Tensor
+
+
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``torch.nn.functional.group_norm``, for empty batches too, and for a single sample with groups of one value.
+
+    PyTorch's backward fails on the CPU for a bias without a weight (seen with torch 2.13), so a weight of ones is
+    passed.
+    """
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)
+    if input.numel() == 0:
+        shape = (1, -1) + (1,) * (input.ndim - 2)
+        scaled = input if weight is None else input * weight.view(shape)
+        return scaled if bias is None else scaled + bias.view(shape)
+    return torch.group_norm(input, num_groups, weight, bias, eps)
+
+
+def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1, eps: float = 1e-5) -> Tensor:
+    """The chain of ``z``, the contraction's result [samples, channels, ...].
+
+    ``operands`` has one entry a step, as the kernels take them. Biases that are in ``z`` already are None.
+    """
+    first = len(chain.biases) + len(chain.activation)
+    value = _apply(chain.steps[:first], z, operands[:first])
+    if chain.norm:
+        weight, bias = operands[first : first + 2]
+        value = group_norm(value, num_groups, weight, bias, eps)
+        first += 2
+    value = _apply(chain.after, value, operands[first:])
+    return chain.reduction.plain(value) if chain.reduction else value
+
+
+def _apply(steps: Sequence[Pointwise], value: Tensor, operands: Sequence[Any]) -> Tensor:
+    for step, operand in zip(steps, operands, strict=True):
+        if step.operand == "vector" and operand is not None:
+            operand = operand.view(-1, *[1] * (value.ndim - 2))
+        if operand is not None or not step.has_tensor:
+            value = step.plain(value, operand)
+    return value
