@@ -111,8 +111,3 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     if autocasts(tensor.device) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
-
-
-def needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd will ask for a gradient of any of these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -98,11 +98,6 @@ class Chain:
         """All pointwise functions in order: ``biases``, ``activation`` and ``last``."""
         return self._first + self.last
 
-    @cached_property
-    def reads_last(self) -> bool:
-        """Whether the backward pass reads what the norm's weight and bias make of a value."""
-        return len(self.last) > 2
-
     def of_dtype(self, dtype: torch.dtype) -> "Chain":
         """The chain as precise as values of ``dtype`` are."""
         before, after = (tuple(step.form(dtype) for step in steps) for steps in (self.before, self.after))

@@ -118,14 +118,6 @@ def test_autocast_dtype():
             assert precision.autocast_dtype(tensor) == torch.float32
 
 
-def test_gradient_is_needed_where_autograd_will_ask():
-    parameter = torch.empty(1, requires_grad=True)
-    assert precision.needs_gradient(None, torch.empty(1), parameter)
-    assert not precision.needs_gradient(None, torch.empty(1))
-    with torch.no_grad():
-        assert not precision.needs_gradient(parameter)
-
-
 @pytest.mark.parametrize(
     "rows, features, by_cublas",
     [(16, 8192, True), (63, 8192, True), (64, 8192, False), (64, 1024, False), (64, 1023, True), (511, 8192, False)]
