@@ -107,12 +107,15 @@ class Gemm:
         if arch == 120 and triton.__version__.startswith("3.6."):
             # Its code for them has 8 bytes on the stack in most kernels and 176 at most, where 3.7 leaves nothing.
             return 192
-        if self.chain not in (chains.LINEAR, *NORMALISING):
-            return 256  # of the widest chains, with three operands around the norm
+        on_blackwell = arch == 100 and self.dtype.itemsize == 2
+        if any(step.operand == "tensor" for step in self.chain.steps):
+            return 64 if on_blackwell else 0
+        if on_blackwell and self.chain not in (chains.LINEAR, *NORMALISING):
+            return 256  # of five vectors and functions before the norm
         if arch == 90 and self.dtype.itemsize == 2 and self.chain is L94 and self.saved:
             # Ten registers; the smaller tiles multiply for a tenth longer (H200).
             return 40
-        if arch == 100 and self.dtype.itemsize == 2 and self.chain.norm:
+        if on_blackwell and self.chain.norm:
             # The same tiles as on Hopper, where they spill less; no GPU of this kind has been measured.
             return 192
         if arch == 100 and self.chain is L30 and self.dtype.itemsize == 4:
