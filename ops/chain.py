@@ -12,6 +12,7 @@ from ops import checks, convolution, operators, plain, plans, precision, tensor_
 from ops.calls import Call, register
 from ops.operators import Prepared, is_unobserved
 from triton_kernels.group_norm import WIDEST_GROUP
+from triton_kernels.pointwise import Pointwise
 
 Tensor = torch.Tensor
 
@@ -124,7 +125,7 @@ class Chain(triton_kernels.chain.Chain):
 
     def _apply_in_graph(self, row, scalars, num_groups, eps, sizes) -> Tensor:
         given = iter(scalars)
-        lengths = [len(name) if isinstance(name, tuple) else 1 for name in self._number_names]
+        lengths = [len(name) if isinstance(name, tuple) else 1 for _, name in self._number_steps]
         numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
         pairs = zip(sizes[::2], sizes[1::2], strict=True)
         geometry = {
@@ -173,10 +174,10 @@ class Chain(triton_kernels.chain.Chain):
     def _check(self, row, numbers, num_groups, eps, geometry):
         """Check the arguments; returns all that are no tensors as Python's numbers."""
         input, weight = row[0], row[1]
-        of_steps = self._named(row)
+        if geometry and self.contraction != "conv_transpose2d":
+            raise TypeError(f"{next(iter(geometry))!r} is an argument of convolutions, and {self.text!r} has none")
         required = {"input": input, "weight": weight} if self.contraction else {"input": input}
-        checks.tensors(required, of_steps)
-        shape = None
+        checks.tensors(required, self._named(row))
         if self.contraction == "linear":
             checks.linear(input, weight)
             channels, shape = weight.shape[0], (*input.shape[:-1], weight.shape[0])
@@ -188,7 +189,9 @@ class Chain(triton_kernels.chain.Chain):
             channels, shape = self._channels(input), input.shape
         if self.norm and not self.contraction:
             num_groups = checks.groups(channels, num_groups)
-        for step, (name, tensor) in zip(self._tensor_steps, of_steps.items(), strict=False):
+        for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
+            if step is None:
+                continue
             if step.operand == "vector":
                 checks.vectors(channels, **{name: tensor})
             elif tensor is not None and tensor.shape != shape:
@@ -200,45 +203,32 @@ class Chain(triton_kernels.chain.Chain):
                 raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
             if row[-1] is not None and not checks.is_channel_axis(row[-1].shape):
                 raise ValueError(f"{self.names[-1]} must have shape (1, channels, 1, 1), got {tuple(row[-1].shape)}")
-        return (
-            num_groups,
-            eps,
-            self._check_numbers(numbers),
-            geometry if self.contraction == "conv_transpose2d" else None,
-        )
+        checked = tuple(_checked(*each) for each in zip(self._number_steps, numbers, strict=True))
+        return num_groups, eps, checked, geometry or None
 
     @functools.cached_property
-    def _number_names(self) -> tuple:
-        pairs = zip(self._operand_steps, self.names, strict=False)
-        return tuple(name for step, name in pairs if step.operand == "numbers")
-
-    def _check_numbers(self, numbers) -> tuple[tuple[float, ...], ...]:
-        steps = [step for step in self.steps if step.operand == "numbers"]
-        checked: list[tuple[float, ...]] = []
-        for step, given, name in zip(steps, numbers, self._number_names, strict=True):
-            if step.name in _CHECKS:
-                checked.append(_CHECKS[step.name](*given))
-            else:
-                each = name if isinstance(name, tuple) else (name,) * len(given)
-                checked.append(tuple(float(checks.real(*pair)) for pair in zip(each, given, strict=True)))
-        return tuple(checked)
+    def _operand_steps(self) -> list[tuple[Pointwise, Any]]:
+        """The steps that take an operand, each with its name."""
+        return list(zip([step for step in self.steps if step.operand], self.names, strict=False))
 
     @functools.cached_property
-    def _operand_steps(self) -> tuple:
-        return tuple(step for step in self.steps if step.operand)
+    def _number_steps(self) -> list[tuple[Pointwise, Any]]:
+        return [(step, name) for step, name in self._operand_steps if step.operand == "numbers"]
 
     @functools.cached_property
-    def _tensor_steps(self) -> tuple:
-        return tuple(step for step in self.steps if step.has_tensor)
+    def _tensors(self) -> dict[str, Pointwise | None]:
+        """By name the steps that take a vector or a tensor, then None for the reduction's bias, as they lie in a row.
+
+        Of equal names, which a user's chain may have, each gets a number.
+        """
+        found: dict[str, Pointwise | None] = {}
+        for step, name in self._operand_steps:
+            if step.has_tensor:
+                found[name if name not in found else f"{name} {len(found)}"] = step
+        return {**found, self.names[-1]: None} if self.reduction else found
 
     def _named(self, row) -> dict[str, Tensor | None]:
-        """The vectors and tensors by name; of equal names, which a user's chain may have, each gets a number."""
-        names = [name for step, name in zip(self._operand_steps, self.names, strict=False) if step.has_tensor]
-        names += self.names[-1:] if self.reduction else []
-        found: dict[str, Tensor | None] = {}
-        for name, tensor in zip(names, row[2:] if self.reduction else row[2:-1], strict=True):
-            found[name if name not in found else f"{name} {len(found)}"] = tensor
-        return found
+        return dict(zip(self._tensors, row[2:], strict=False))
 
     def _channels(self, input: Tensor) -> int:
         if self.norm:
@@ -270,17 +260,21 @@ class Chain(triton_kernels.chain.Chain):
 _by_text: dict[str, Chain] = {}
 
 
+def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
+    """A step's numbers as Python's."""
+    step, name = named
+    if step.name in _CHECKS:
+        return _CHECKS[step.name](*given)
+    names = name if isinstance(name, tuple) else (name,) * len(given)
+    return tuple(float(checks.real(*pair)) for pair in zip(names, given, strict=True))
+
+
 def _in_pairs(geometry: tuple) -> list[int] | None:
     """A convolution's sizes in a row, two each; None where they are no ints or pairs of such."""
     given = {**convolution.DEFAULTS, **dict(geometry)} if geometry else {}
-    sizes: list[int] = []
-    for name in convolution.DEFAULTS if given else ():
-        value = given[name]
-        pair = (value, value) if type(value) is int else value
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(each) is int for each in pair)):
-            return None
-        sizes += pair
-    return sizes
+    pairs = [each if isinstance(each, (tuple, list)) else (each, each) for each in given.values()]
+    are_pairs = all(len(pair) == 2 and type(pair[0]) is type(pair[1]) is int for pair in pairs)
+    return [*itertools.chain(*pairs)] if are_pairs and len(pairs) in (0, len(convolution.DEFAULTS)) else None
 
 
 def _chain_operator(

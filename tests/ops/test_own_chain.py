@@ -228,6 +228,11 @@ def test_operands_are_counted():
         CHAIN(*draw()[:3])
 
 
+def test_a_convolutions_arguments_are_refused():
+    with pytest.raises(TypeError, match="'stride' is an argument of convolutions, and 'linear -> "):
+        CHAIN(*draw(), num_groups=4, stride=2)
+
+
 def test_other_functions_of_one_name():
     """Compiled graphs and tables know a function by its name. The right one works afterwards."""
     other = replace(SILU, gradient=GELU.gradient)
