@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import marshal
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -116,12 +117,37 @@ class Chain(triton_kernels.chain.Chain):
                 # arguments stands in its text, since compiled graphs are cached by that.
                 text = f"{self.text} | {precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
                 return torch.ops.normfuse.chain.default(text, list(row), scalars, num_groups, eps, sizes)
-        key = _key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
+        key = self._key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
         if key is not None:
             prepared = self._prepared.get(key)
             if prepared is not None:
                 return prepared.run(row)
         return self._apply_checked(row, numbers, num_groups, eps, geometry, key)
+
+    def _key(self, row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
+        """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their
+        own, sparse or negated ones, and numbers that cannot be written out."""
+        if not _KINDS.issuperset(map(type, row)):
+            return None
+        wants = torch.is_grad_enabled()
+        try:
+            # fmt: off
+            tensors = [
+                each is not None and (
+                    each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15,
+                    wants and each.requires_grad, each.is_neg() and _refuse(),
+                )
+                for each in row
+            ]
+            # fmt: on
+            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_spread, geometry)))
+            if not _NUMBERS.issuperset(map(type, given)):
+                given = tuple(map(_number, given))
+            convolves = self.contraction == "conv_transpose2d" and precision.convolutions_allow_tf32()
+            # In bytes True is not 1, nor -0.0 0.0. (Version 2 of the format has no references.)
+            return marshal.dumps(given, 2), tuple(map(len, numbers[2])), convolves, plans.settings(row[0]), *tensors
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None
 
     def _apply_in_graph(self, row, scalars, num_groups, eps, sizes) -> Tensor:
         given = iter(scalars)
@@ -297,31 +323,6 @@ torch.library.impl("normfuse::chain", "CompositeImplicitAutograd", _chain_operat
 @functools.cache
 def _without_reduction(chain: Chain) -> Chain:
     return Chain(chain.contraction, chain.before, chain.norm, chain.after)
-
-
-def _key(row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
-    """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their own,
-    sparse or negated ones, and numbers that cannot be written out."""
-    if not _KINDS.issuperset(map(type, row)):
-        return None
-    wants = torch.is_grad_enabled()
-    try:
-        # fmt: off
-        tensors = [
-            each is not None and (
-                each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15, wants and each.requires_grad,
-                each.is_neg() and _refuse(),
-            )
-            for each in row
-        ]
-        # fmt: on
-        given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_spread, geometry)))
-        if not _NUMBERS.issuperset(map(type, given)):
-            given = tuple(map(_number, given))
-        # The text tells True from 1, and -0.0 from 0.0.
-        return repr(given), tuple(map(len, numbers[2])), plans.settings(row[0]), *tensors
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None
 
 
 def _refuse() -> NoReturn:

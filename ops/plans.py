@@ -7,7 +7,7 @@ import torch
 
 from autotune_configs import lookup, tuning
 from autotune_configs.configs import noted_lookups
-from ops import direct_convolution, images, matrices, precision
+from ops import direct_convolution, images, matrices
 from ops.arguments import Arguments
 from ops.calls import Call
 from ops.plan import Plan, Planner, stand_in
@@ -33,9 +33,10 @@ class Kept:
 
 
 def settings(tensor: Tensor) -> tuple:
-    """What plans for tensors like this one depend on beside a call: which configs there are, and PyTorch's settings."""
+    """What plans for tensors like this one depend on beside a call: which configs there are, and PyTorch's setting for
+    products. (A call knows the one for convolutions.)"""
     configs = lookup.generation(), tuning.is_on()
-    return (configs, precision.float32_settings()) if tensor.dtype == torch.float32 else configs
+    return (*configs, torch.backends.cuda.matmul.fp32_precision) if tensor.dtype == torch.float32 else configs
 
 
 def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -> Plan:

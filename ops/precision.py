@@ -90,11 +90,6 @@ def convolutions_allow_tf32() -> bool:
 convolutions_allow_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def float32_settings() -> tuple[str, bool]:
-    """All of PyTorch's settings that float32 work depends on."""
-    return torch.backends.cuda.matmul.fp32_precision, convolutions_allow_tf32()
-
-
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this kind of device. (PyTorch raises an error when asked about "meta".)"""
     return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)

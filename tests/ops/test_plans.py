@@ -1,13 +1,18 @@
 """Promise: a call by a plan that was made before gives what it gives by one that is made for it."""
 
 import gc
+import inspect
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import ops
+import ops.plan as plan_module
 from autotune_configs import lookup, tune_unseen_problems
 from ops import functions, plans
 from ops.plan import Planner, stand_in
@@ -16,7 +21,7 @@ from tests.accuracy import draw_grad_output
 from tests.chains import CHAINS, DTYPES, L75, L94, Problem, chain_id, make_arguments, redrawn, tensors_of
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.launch import call
+from triton_kernels.launch import call, launch
 
 PROBLEM = Problem(rows=6, depth=24, groups=4, group_size=4)
 
@@ -397,3 +402,78 @@ def test_an_integer_too_long_to_write(arguments):
     for _ in range(3):
         with pytest.raises(ValueError, match="eps must be at most "):
             L94.function(**{**arguments, "eps": 10**5000})
+
+
+class CompiledStandIn:
+    """What Triton gives for a kernel that it compiled; it notes the launches in the place of a GPU."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.launches, self.hooked = [], []
+
+    @property
+    def run(self):
+        return lambda *arguments: self.launches.append(arguments)
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.hooked.append((grid, *arguments))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The GPU's way of launching, of a kernel with six parameters."""
+
+    def kernel(source, part, pair, descriptor, target, LAST=7): ...
+
+    compiled = CompiledStandIn()
+    kernel.run = lambda *arguments, grid, warmup, **options: compiled
+    kernel.signature = inspect.signature(kernel)
+    kernel.arg_names = [*kernel.signature.parameters]
+    compiled.kernel = kernel
+    monkeypatch.setattr(plan_module, "INTERPRETED", False)
+    driver = mock.Mock(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    return compiled
+
+
+def with_descriptors(compiled):
+    def function(x):
+        half = x[:, x.shape[1] // 2 :]
+        (buffer, other), result = torch.empty(2, *x.shape, device=x.device), torch.empty_like(half)
+        descriptor = TensorDescriptor.from_tensor(x, [2, 4])
+        for target in (buffer, result):
+            launch(compiled.kernel, (3, 2), x.device, x, half, (other, 5), descriptor, target, LAST=8)
+        return [result]
+
+    return function
+
+
+def test_launches_on_a_gpu_get_addresses(compiled):
+    draws = [torch.randn(4, 8) for _ in range(2)]
+    plan = plan_of(with_descriptors(compiled), draws[0])
+    for draw in draws:
+        (result,) = plan.run([draw])
+        first, second = compiled.launches
+        compiled.launches.clear()
+        for arguments in (first, second):
+            *before, source, part, pair, descriptor, target, last = arguments
+            assert before == [3, 2, 1, "stream of None", "function", "metadata", None, None, None]
+            assert (source, part, last) == (draw.data_ptr(), draw.data_ptr() + 4 * 4, 8)
+            assert descriptor.base.data_ptr() == draw.data_ptr()
+            assert [*descriptor.shape, *descriptor.strides, *descriptor.block_shape] == [4, 8, 8, 1, 2, 4]
+            assert pair == (first[-2] + 4 * draw.numel(), 5), "which lies behind the buffer, in one memory"
+        assert second[-2] == result.data_ptr() != first[-2]
+    assert not compiled.hooked
+
+
+def test_hooks_see_launches(compiled, monkeypatch):
+    """Of a profiler, which may come and go between two calls."""
+    draw = torch.randn(4, 8)
+    plan = plan_of(with_descriptors(compiled), draw)
+    for count, hook in enumerate((None, lambda metadata: None, None)):
+        monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
+        plan.run([draw])
+        assert (len(compiled.launches), len(compiled.hooked)) == [(2, 0), (2, 2), (4, 2)][count]
+    grid, source, *_ = compiled.hooked[0]
+    assert grid == (3, 2, 1) and source == draw.data_ptr()
