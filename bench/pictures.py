@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.columns import number
-from bench.results import DeviceResults, chains_by_shape
+from bench.results import BadResult, DeviceResults, chains_by_shape
 from bench.schema import COMPILERS, MODES, TimesRow
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
 
@@ -62,8 +62,11 @@ def files_of(results: DeviceResults) -> dict[str, tuple[Picture, Theme]]:
 
 
 def draw_all(results: DeviceResults) -> dict[str, bytes]:
-    """PNG files by name, in both themes."""
-    return {name: _png(*shown) for name, shown in files_of(results).items()}
+    """PNG files by name, in both themes; BadResult where matplotlib is missing."""
+    try:
+        return {name: _png(*shown) for name, shown in files_of(results).items()}
+    except ModuleNotFoundError as error:
+        raise BadResult(f'drawing needs {error.name}: pip install "normfuse[bench]"') from None
 
 
 def not_current(results: DeviceResults, folder: Path) -> list[Path]:
@@ -127,22 +130,23 @@ def _draw_speedup(picture: Picture, theme: Theme):
 
 def _errors(results: DeviceResults) -> Picture | None:
     """Of the forward pass, the output's errors. Of a training step, those whose ratio to PyTorch's is the largest."""
-    values: list[tuple[Any, ...]] = []
-    used = []
-    for row in _contiguous(results.target):
-        ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
-        if ratios:
-            tensor = max(ratios, key=lambda name: ratios[name])
-            shown = [float(number(error, ".3g")) for error in row.errors[tensor]]
-            values.append((row.mode, f"{row.chain} {row.setting}", tensor, *shown))
-            used.append(row)
-    if not values:
+    used = [(row, tensor) for row in _contiguous(results.target) if (tensor := _worst_tensor(row))]
+    if not used:
         return None
-    found = [ours / torch for _, _, _, ours, torch in values]
-    mean, largest = statistics.geometric_mean(found), max(found)
-    title = f"Errors are {mean:.2f} of PyTorch's on average, at most {largest:.2f}"
-    caption = f"norm(result - float64) / norm(float64), lower is better\n{results.setup(used)}"
-    return Picture(title, caption, tuple(values), _draw_errors)
+    values = tuple(
+        (row.mode, f"{row.chain} {row.setting}", tensor, *(float(number(error, ".3g")) for error in row.errors[tensor]))
+        for row, tensor in used
+    )
+    ratios = [ours / torch for *_, ours, torch in values]
+    title = f"Errors are {statistics.geometric_mean(ratios):.2f} of PyTorch's on average, at most {max(ratios):.2f}"
+    setup = results.setup(row for row, _ in used)
+    return Picture(title, f"norm(result - float64) / norm(float64), lower is better\n{setup}", values, _draw_errors)
+
+
+def _worst_tensor(row: TimesRow) -> str | None:
+    """The tensor with the largest ratio to PyTorch's error."""
+    ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
+    return max(ratios, key=lambda tensor: ratios[tensor], default=None)
 
 
 def _draw_errors(picture: Picture, theme: Theme):
@@ -221,28 +225,24 @@ def _labelled_panels(labels: Sequence[str], height: float):
 
 
 def _figure(rows: int, columns: int, height: float):
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    options: dict[str, Any] = {"squeeze": False, "sharex": True, "sharey": True, "layout": "constrained"}
-    return pyplot.subplots(rows, columns, figsize=(_WIDTH, height), **options)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
 
 
 def _png(picture: Picture, theme: Theme) -> bytes:
     """The same bytes for the same picture and versions."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = dict.fromkeys(names, theme.text)
-    style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.page)
-    style |= {"font.size": 9.5, "axes.titlesize": 10.5}
+    text = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    page = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    sizes = {"font.size": 9.5, "axes.titlesize": 10.5}
+    style: dict[Any, Any] = dict.fromkeys(text, theme.text) | dict.fromkeys(page, theme.page) | sizes
     with matplotlib.rc_context(style):
         figure = picture.draw(picture, theme)
         figure.suptitle(picture.title, fontsize=11, fontweight="bold")
         figure.supxlabel(picture.caption, fontsize=8.5)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": None, "Data": picture.digest})
-        pyplot.close(figure)
     return content.getvalue()

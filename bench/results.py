@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,12 +124,8 @@ def _time(entry: Entry) -> tuple[datetime, str]:
 def lines_of(header: Header, entries: Iterable[Entry]) -> bytes:
     """A file of the newest of these entries, each run's below its line."""
     lines: list[dict] = [asdict(header)]
-    run = None
-    for entry in newest(header, entries):
-        if entry.run != run:
-            run = entry.run
-            lines.append({"run": run})
-        lines.append(entry.row)
+    for run, of_run in groupby(newest(header, entries), attrgetter("run")):
+        lines += [{"run": run}, *(entry.row for entry in of_run)]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
 
 
@@ -196,9 +194,9 @@ def replace(path: Path, content: bytes) -> bool:
     return True
 
 
-def run_of(row: Row) -> Run:
-    assert row.run is not None, "a row that was read has its run"
-    return row.run
+def runs_of(rows: Iterable[Row]) -> Iterable[Run]:
+    """The runs that these rows are of, each once."""
+    return dict.fromkeys(row.run for row in rows if row.run)
 
 
 def grouped(rows: Iterable, group: Callable) -> dict:
@@ -209,8 +207,9 @@ def grouped(rows: Iterable, group: Callable) -> dict:
     return groups
 
 
-def by_shape(row: Row) -> tuple[str, str]:
-    return row.product, row.shape
+by_shape = attrgetter("product", "shape")
+#: What the growth grid has a table of.
+series = attrgetter("chain", "layout", "mode")
 
 
 def chains_by_shape(rows: Iterable[Row]) -> dict[tuple[str, str], str]:
@@ -236,7 +235,7 @@ class DeviceResults:
 
     def setup(self, rows: Iterable[Row]) -> str:
         """The device, and the versions that these of its rows were measured with."""
-        return ", ".join([self.device, *dict.fromkeys(run_of(row).versions for row in rows)])
+        return ", ".join([self.device, *dict.fromkeys(run.versions for run in runs_of(rows))])
 
     @property
     def target(self) -> list[TimesRow]:
@@ -250,10 +249,6 @@ class DeviceResults:
     @property
     def grid(self) -> list[TimesRow]:
         """The growth grid, with the target shape where more than that was measured."""
-
-        def series(row: TimesRow) -> tuple:
-            return row.chain, row.layout, row.mode
-
         grown = {series(row) for row in self.times if row.shape in GRID and row.shape != TARGET["GEMM"]}
         return [row for row in self.times if row.shape in GRID and series(row) in grown]
 

@@ -18,7 +18,7 @@ from bench.columns import TIMES, Column, console_table, number
 from bench.device import device_to_measure
 from bench.recording import add_list, experiment_parser, reason, record
 from bench.results import BadResult
-from bench.schema import BARE, OURS, PYTORCH, PeerTimes, TimesRow
+from bench.schema import BARE, OURS, PYTORCH, CallTimes, TimesRow
 from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES, SMALL, TARGET
 from bench.timing import median_ratio, time_calls, warm_up
 
@@ -140,7 +140,7 @@ def measure(
             with turn:
                 checked = check(cell, problem, cell.bind("ops"), cell.bind("ops.reference"))
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
-            return replace(row, red=True, peers={OURS: PeerTimes(failure=reason(error))})
+            return replace(row, red=True, peers={OURS: CallTimes(failure=reason(error))})
         row = replace(row, errors=checked.errors, away_from_jumps=checked.away_from_jumps, red=checked.is_red)
         if row.red or device.type != "cuda":
             return row
@@ -165,7 +165,7 @@ def time_peers(
             if cell.mode == "training" and peer != BARE:
                 memory[peer] = measure_memory(call) / 1e6
         except Exception as error:  # so may a compiler, and then the others are still timed
-            found[peer] = PeerTimes(failure=reason(error))
+            found[peer] = CallTimes(failure=reason(error))
         else:
             calls[peer] = call
     if OURS in found:
@@ -174,7 +174,7 @@ def time_peers(
         in_rounds, times = time_calls(calls, rounds, device)
     for peer in calls:
         ours_over = None if peer == OURS else median_ratio(in_rounds, OURS, peer)
-        found[peer] = PeerTimes(**times[peer], ours_over=ours_over, added_mb=memory.get(peer))
+        found[peer] = CallTimes(**times[peer], ours_over=ours_over, added_mb=memory.get(peer))
     return {"rounds": rounds, "peers": {peer: found[peer] for peer in peers}}
 
 

@@ -9,7 +9,7 @@ from bench import times, timing
 from bench.cells import Cell
 from bench.chains import L30
 from bench.checking import Check
-from bench.schema import PeerTimes
+from bench.schema import CallTimes
 
 FORWARD = Cell(L30, "bfloat16", None, "forward", "16x64x64")
 TRAINING = Cell(L30, "bfloat16", None, "training", "16x64x64")
@@ -55,10 +55,10 @@ def test_times(clocks):
     assert found(FORWARD) == {
         "rounds": 3,
         "peers": {
-            "ours": PeerTimes(us=9e3, host_us=5.0, wall_us=7.0),
-            "bare": PeerTimes(us=5e3, ours_over=1.8, host_us=5.0, wall_us=7.0),
-            "eager": PeerTimes(us=1.8e4, ours_over=0.5, host_us=5.0, wall_us=7.0),
-            "compile": PeerTimes(us=2e4, ours_over=0.4, host_us=5.0, wall_us=7.0),
+            "ours": CallTimes(us=9e3, host_us=5.0, wall_us=7.0),
+            "bare": CallTimes(us=5e3, ours_over=1.8, host_us=5.0, wall_us=7.0),
+            "eager": CallTimes(us=1.8e4, ours_over=0.5, host_us=5.0, wall_us=7.0),
+            "compile": CallTimes(us=2e4, ours_over=0.4, host_us=5.0, wall_us=7.0),
         },
     }
     assert clocks == [(what, "ours", "bare", "eager", "compile") for what in ("rounds", "loops")]
@@ -74,13 +74,13 @@ def test_peer_that_fails(clocks):
     """The others are still timed."""
     clocks.append("compile")
     peers = found(FORWARD)["peers"]
-    assert peers["compile"] == PeerTimes(failure="RuntimeError: no compiler") and peers["eager"].us == 1.8e4
+    assert peers["compile"] == CallTimes(failure="RuntimeError: no compiler") and peers["eager"].us == 1.8e4
 
 
 def test_ours_that_fails(clocks):
     """The row is red, and nothing is timed."""
     clocks.append("ours")
-    assert found(FORWARD) == {"red": True, "peers": {"ours": PeerTimes(failure="RuntimeError: no compiler")}}
+    assert found(FORWARD) == {"red": True, "peers": {"ours": CallTimes(failure="RuntimeError: no compiler")}}
     assert clocks == ["ours"]
 
 
