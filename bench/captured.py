@@ -7,8 +7,7 @@ import torch
 from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
 from bench.columns import CAPTURED as COLUMNS
 from bench.columns import console_table
-from bench.device import device_to_measure
-from bench.recording import experiment_parser, reason, record
+from bench.recording import device_to_measure, experiment_parser, reason, record
 from bench.schema import CALLS, CAPTURED, COMPILED, EAGER, CallTimes, CapturedRow
 from bench.timing import median_ratio, time_calls, warm_up
 
@@ -34,7 +33,6 @@ def capture(step: Step) -> Step:
 
 
 def make_call(name: str, cell: Cell, problem: Problem) -> Step:
-    """The cell's work, called in this way."""
     forward = cell.bind("ops")
     if name == COMPILED:
         # Inductor would need a C++ compiler where there is no GPU.
@@ -87,13 +85,11 @@ def measure(cell: Cell, rounds: int, device: torch.device) -> CapturedRow:
 
 
 def show(rows: Sequence[CapturedRow]) -> list:
-    """One line a cell; nothing where nothing was timed."""
     title = f"Called eagerly, compiled, and replayed from a CUDA graph; red above {MOST} of the eager call"
     return [console_table(title, COLUMNS, rows, is_red=is_slow)] if any(row.rounds for row in rows) else []
 
 
 def is_slow(row: CapturedRow) -> bool:
-    """Whether a call failed, or takes longer than it may."""
     return row.failed or any((call.over_eager or 0) > MOST for call in row.calls.values())
 
 
@@ -115,7 +111,6 @@ def main(arguments: list[str], prog: str) -> int:
 
 
 def summary(row: CapturedRow) -> str:
-    """One line a call."""
     return "\n".join(f"{row} {name}: {_outcome(call)}" for name, call in row.calls.items())
 
 

@@ -7,8 +7,7 @@ from importlib import import_module
 import torch
 
 from bench.chains import CHAINS, PRECISIONS, Chain, Forward, Sizes
-from bench.schema import Row
-from bench.sizes import SMALL, TARGET, sizes_of
+from bench.schema import SMALL, TARGET, Row, sizes_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -80,9 +79,9 @@ def make_cells(
         for dtype in dtypes
         for precision in (precisions if dtype == "float32" else [None])
         for chain in (CHAINS[name] for name in chains)
-        if chain.product == product and (precision is None or precision in chain.precisions)
+        if chain.product == product and (precision is None or precision in chain.begins_with.precisions)
         for mode in modes
-        for memory_format in (memory_formats if chain.has_memory_format else [None])
+        for memory_format in (memory_formats if chain.begins_with.has_memory_format else [None])
     ]
 
 
@@ -117,7 +116,7 @@ def make_problem(cell: Cell, device: torch.device) -> Problem:
 
 
 def _product_shape(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> torch.Size:
-    return cell.chain.bare({name: tensor.to("meta") for name, tensor in tensors.items()}).shape
+    return cell.chain.begins_with.bare({name: tensor.to("meta") for name, tensor in tensors.items()}).shape
 
 
 def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Step:
@@ -151,4 +150,6 @@ def make_bare_step(cell: Cell, problem: Problem) -> Step:
     """
     gradient = problem.output_gradient.reshape(_product_shape(cell, problem.tensors))
     leaves = {name: problem.tensors[name] for name in ("input", "weight")}
-    return make_step(cell.mode, lambda leaves: cell.chain.bare({**problem.tensors, **leaves}), leaves, gradient)
+    return make_step(
+        cell.mode, lambda leaves: cell.chain.begins_with.bare({**problem.tensors, **leaves}), leaves, gradient
+    )

@@ -4,12 +4,11 @@ A shape's sizes are those of ``autotune_configs.chains``, whose first is the bat
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -24,13 +23,11 @@ Sizes = tuple[int, ...]
 
 
 def uniform(bound: float, *size: int) -> torch.Tensor:
-    """Random numbers between -bound and bound."""
     return (torch.rand(size) * 2 - 1) * bound
 
 
 @contextmanager
 def setting(read: Callable, write: Callable, value: object) -> Iterator[None]:
-    """Within it, one of PyTorch's settings has this value."""
     before = read()
     write(value)
     try:
@@ -45,38 +42,65 @@ def cudnn_setting(name: str, value: bool) -> AbstractContextManager:
 
 
 @dataclass(frozen=True)
-class Chain(ABC):
+class Product:
+    """What a chain begins with."""
+
+    #: The argument name of its bias.
+    bias: str
+    #: The float32 precisions there are for it, and a context in which PyTorch has one of them.
+    precisions: tuple[str, ...]
+    with_precision: Callable[[str], AbstractContextManager]
+    #: Of the input and of the weight, from the sizes.
+    shapes: Callable[..., tuple[Sizes, Sizes]]
+    #: The product alone, by cuBLAS or cuDNN.
+    bare: Forward
+    #: Whether it is measured in several memory formats.
+    has_memory_format: bool = False
+
+
+#: By the name that rows have for it.
+PRODUCTS = {
+    "GEMM": Product(
+        "linear_bias",
+        PRECISIONS,
+        partial(setting, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        shapes=lambda batch, in_features, channels: ((batch, in_features), (channels, in_features)),
+        bare=lambda tensors: tensors["input"] @ tensors["weight"].T,
+    ),
+    # Transposed, at stride 1 without padding. cuDNN uses TF32 or does not.
+    "convolution": Product(
+        "conv_bias",
+        ("highest", "high"),
+        lambda precision: cudnn_setting("allow_tf32", precision == "high"),
+        shapes=lambda batch, in_channels, channels, height, width, kernel: (
+            (batch, in_channels, height, width),
+            (in_channels, channels, kernel, kernel),
+        ),
+        bare=lambda tensors: F.conv_transpose2d(tensors["input"], tensors["weight"], tensors["conv_bias"]),
+        has_memory_format=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Chain:
     """One chain: its name in ``autotune_configs.chains``, and the numbers that it is measured with."""
 
     name: str
+    #: The name of what it begins with.
+    product: str
     scalars: dict[str, float] = field(default_factory=dict)
     #: Dimensions of the chain's second bias, 0 where it has none. Of 4, they are (1, channels, 1, 1), and the output's
     #: (1, channels, batch, 1).
     bias_rank: int = 0
 
-    #: What the chain begins with, and the name of its bias.
-    product: ClassVar[str]
-    product_bias: ClassVar[str]
-    #: The float32 precisions there are for that product.
-    precisions: ClassVar[tuple[str, ...]]
-    #: Whether it is measured in several memory formats.
-    has_memory_format: ClassVar[bool] = False
-
-    @abstractmethod
-    def product_shapes(self, sizes: Sizes) -> tuple[Sizes, Sizes]:
-        """Of the input and of the weight."""
-
-    @abstractmethod
-    def bare(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The product alone, by cuBLAS or cuDNN."""
-
-    @abstractmethod
-    def float32_precision(self, precision: str | None) -> AbstractContextManager:
-        """Within it, PyTorch's setting for the product's float32 precision is this one; None leaves it alone."""
-
     @property
     def label(self) -> str:
         return self.name.upper()
+
+    @property
+    def begins_with(self) -> Product:
+        return PRODUCTS[self.product]
 
     @property
     def sample_dimension(self) -> int:
@@ -89,6 +113,10 @@ class Chain(ABC):
 
         return CHAINS[self.name]
 
+    def float32_precision(self, precision: str | None) -> AbstractContextManager:
+        """Within it, PyTorch's setting for the product's float32 precision is this one; None leaves it alone."""
+        return self.begins_with.with_precision(precision) if precision else nullcontext()
+
     def num_groups(self, channels: int) -> int:
         """Groups of the target's size where that divides, else of the divisor nearest to it by ratio."""
         divisors = [size for size in range(1, channels + 1) if channels % size == 0]
@@ -96,12 +124,12 @@ class Chain(ABC):
 
     def draw_tensors(self, sizes: Sizes) -> dict[str, torch.Tensor]:
         """The tensors by argument name, random as a fresh model's, but the norm's weight and bias are not 1 and 0."""
-        input, weight = self.product_shapes(sizes)
+        input, weight = self.begins_with.shapes(*sizes)
         bound, channels = 1 / math.sqrt(math.prod(weight[1:])), sizes[2]
         tensors = {
             "input": torch.randn(input),
             "weight": uniform(bound, *weight),
-            self.product_bias: uniform(bound, channels),
+            self.begins_with.bias: uniform(bound, channels),
             "norm_weight": 1 + 0.2 * torch.randn(channels),
             "norm_bias": 0.2 * torch.randn(channels),
         }
@@ -110,44 +138,8 @@ class Chain(ABC):
         return tensors
 
 
-class LinearChain(Chain):
-    """A chain after ``linear(input, weight, linear_bias)``."""
-
-    product, product_bias = "GEMM", "linear_bias"
-    precisions = PRECISIONS
-
-    def product_shapes(self, sizes):
-        batch, in_features, channels = sizes
-        return (batch, in_features), (channels, in_features)
-
-    def bare(self, tensors):
-        return tensors["input"] @ tensors["weight"].T
-
-    def float32_precision(self, precision):
-        read, write = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-        return setting(read, write, precision) if precision else nullcontext()
-
-
-class ConvolutionChain(Chain):
-    """A chain after ``conv_transpose2d(input, weight, conv_bias)``, at stride 1 without padding."""
-
-    product, product_bias = "convolution", "conv_bias"
-    precisions = ("highest", "high")  # cuDNN uses TF32 or does not
-    has_memory_format = True
-
-    def product_shapes(self, sizes):
-        batch, in_channels, channels, height, width, kernel = sizes
-        return (batch, in_channels, height, width), (in_channels, channels, kernel, kernel)
-
-    def bare(self, tensors):
-        return F.conv_transpose2d(tensors["input"], tensors["weight"], tensors["conv_bias"])
-
-    def float32_precision(self, precision):
-        return cudnn_setting("allow_tf32", precision == "high") if precision else nullcontext()
-
-
-L94 = LinearChain("l94", {"min_val": -1.0, "max_val": 1.0}, bias_rank=1)
-L75 = LinearChain("l75", bias_rank=4)
-L30 = LinearChain("l30", {"min_val": -2.0, "max_val": 2.0})
-L19 = ConvolutionChain("l19")
+L94 = Chain("l94", "GEMM", {"min_val": -1.0, "max_val": 1.0}, bias_rank=1)
+L75 = Chain("l75", "GEMM", bias_rank=4)
+L30 = Chain("l30", "GEMM", {"min_val": -2.0, "max_val": 2.0})
+L19 = Chain("l19", "convolution")
 CHAINS = {chain.name: chain for chain in (L94, L75, L30, L19)}

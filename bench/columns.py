@@ -46,7 +46,6 @@ def console_table(
     caption: str = "",
     is_red: Callable[[Any], bool] = attrgetter("failed"),
 ) -> "Table":
-    """The cells by name, and these columns."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -95,7 +94,6 @@ def _of_call(row: CapturedRow, name: str, of: str, format: str) -> str:
 
 
 def _of_calls(row: CapturedRow, of: str) -> str | None:
-    """Microseconds of each call, separated by commas."""
     values = [getattr(row.call(name), of) for name in CALLS]
     return ", ".join(map(number, values)) if any(values) else None
 

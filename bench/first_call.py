@@ -10,8 +10,7 @@ from pathlib import Path
 
 from bench.cells import Cell, default_shapes, make_cells
 from bench.columns import FIRST_CALL, console_table
-from bench.device import device_to_measure, has_gpu
-from bench.recording import experiment_parser, record
+from bench.recording import device_to_measure, experiment_parser, has_gpu, record
 from bench.schema import FirstCallRow
 
 _ROOT = Path(__file__).parents[1]

@@ -59,7 +59,6 @@ def _kernel_name(binary: Path) -> str:
 
 
 def _seconds(step: Step, synchronize: Callable[[], None]) -> float:
-    """Of one call, until the device is done."""
     start = time.perf_counter()
     step()
     synchronize()

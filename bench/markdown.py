@@ -26,8 +26,20 @@ from bench.columns import (
     pair,
 )
 from bench.results import BadResult, DeviceResults, by_shape, chains_by_shape, grouped, runs_of, series
-from bench.schema import BARE, COMPILERS, MODES, OURS, PYTORCH, CommitsRow, Row, TimesRow
-from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_FEATURES
+from bench.schema import (
+    BARE,
+    COMPILERS,
+    FORMS,
+    GRID,
+    GRID_BATCHES,
+    GRID_FEATURES,
+    MODES,
+    OURS,
+    PYTORCH,
+    CommitsRow,
+    Row,
+    TimesRow,
+)
 
 NOT_MEASURED = "Not measured."
 #: The batch at which the host's time is compared with eager PyTorch's.
@@ -96,7 +108,6 @@ def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, dra
 
 
 def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
-    """The sections of one device, each a heading and what follows it."""
     runs = _Runs([*results.times, *results.first_call])
 
     def picture(name: str, what: str) -> str:
@@ -143,8 +154,6 @@ def _tables(rows: Iterable[TimesRow], runs: _Runs, columns: Callable[[list], lis
 
 
 def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
-    """A column a tensor."""
-
     def columns(rows: Iterable[TimesRow]) -> list[Column]:
         return [_error(tensor) for tensor in dict.fromkeys(tensor for row in rows for tensor in row.errors)]
 
@@ -341,7 +350,6 @@ def _commits_table(results: DeviceResults) -> str:
 
 
 def _times_setup(results: DeviceResults, rows: Iterable[Any]) -> str:
-    """The same, with the rounds and the commits."""
     states = dict.fromkeys(run.state for run in sorted(runs_of(rows), key=attrgetter("date")))
     return f"{results.setup(rows)}. {_rounds(rows)} interleaved rounds; {'; '.join(states)}."
 

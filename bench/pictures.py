@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.columns import number
 from bench.results import BadResult, DeviceResults, chains_by_shape
-from bench.schema import COMPILERS, MODES, TimesRow
-from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
+from bench.schema import COMPILERS, GRID, GRID_BATCHES, GRID_FEATURES, MODES, TimesRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,7 +132,7 @@ def _errors(results: DeviceResults) -> Picture | None:
     used = [(row, tensor) for row in _contiguous(results.target) if (tensor := _worst_tensor(row))]
     if not used:
         return None
-    values = tuple(
+    values: tuple[Any, ...] = tuple(
         (row.mode, f"{row.chain} {row.setting}", tensor, *(float(number(error, ".3g")) for error in row.errors[tensor]))
         for row, tensor in used
     )
@@ -215,7 +214,6 @@ def _draw_growth(picture: Picture, theme: Theme):
 
 
 def _labelled_panels(labels: Sequence[str], height: float):
-    """A panel a mode, with these labels from the top."""
     figure, panels = _figure(1, len(MODES), height)
     panels[0, 0].set_yticks(range(len(labels)), labels)
     panels[0, 0].invert_yaxis()

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 from autotune_configs.command_line import Parser
 from autotune_configs.files import replace_file
 from bench.schema import (
+    GRID,
     ROWS,
     SCHEMA,
+    TARGET,
     CapturedRow,
     CommitsRow,
     FirstCallRow,
@@ -29,7 +31,6 @@ from bench.schema import (
     TensorParallelRow,
     TimesRow,
 )
-from bench.sizes import GRID, TARGET
 
 #: Significant digits of every number that is written.
 _DIGITS = 6
@@ -55,46 +56,40 @@ def read(path: Path) -> tuple[Header, list[Entry]]:
         raise BadResult(f"cannot read {path}: {error.strerror}") from None
     header, *rest = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)] or [{}]
     place = f"{path}, line 1"
-    if header.get("schema") != SCHEMA:
-        raise BadResult(f"{place}: no header of schema {SCHEMA}, got {json.dumps(header.get('schema'))[:40]}")
-    experiment, device = header.get("experiment"), header.get("device")
-    if not (isinstance(experiment, str) and experiment in ROWS and isinstance(device, str)):
-        raise BadResult(f"{place}: the header names no known experiment ({', '.join(ROWS)}) and device")
-    run, entries = None, []
+    schema, experiment, device = map(header.get, ("schema", "experiment", "device"))
+    _require(schema == SCHEMA, place, f"no header of schema {SCHEMA}, got {json.dumps(schema)[:40]}")
+    is_known = isinstance(experiment, str) and experiment in ROWS and isinstance(device, str)
+    _require(is_known, place, f"the header names no known experiment ({', '.join(ROWS)}) and device")
+    known = {each.name for each in fields(ROWS[experiment])}
+    run: Any = None
+    entries = []
     for number, line in enumerate(rest, 2):
         place = f"{path}, line {number}"
         if "run" in line:
             run = line["run"]
-            if not isinstance(run, dict) or not _is_date(run.get("date")):
-                raise BadResult(f"{place}: the run has no date, as in 2026-01-02T03:04:05+00:00")
-        elif run is None:
-            raise BadResult(f"{place}: a row without a run above it")
-        else:
-            entries.append(Entry(run, line, place))
-            _require_known_fields(ROWS[experiment], entries[-1])
+            is_dated = isinstance(run, dict) and _is_date(run.get("date"))
+            _require(is_dated, place, "the run has no date, as in 2026-01-02T03:04:05+00:00")
+            continue
+        _require(run is not None, place, "a row without a run above it")
+        _require(line.keys() <= known, place, f"unknown field {min(line.keys() - known, default='')[:40]!r}")
+        for name in ("chain", "product", "shape", "dtype", "mode"):
+            _require(isinstance(line.get(name), str), place, f"no text {name!r}")
+        entries.append(Entry(run, line, place))
     return Header(SCHEMA, experiment, device), entries
 
 
-def _require_known_fields(row_class: type[Row], entry: Entry) -> None:
-    """BadResult for a row with an unknown field, or without one that says which cell it is of."""
-    unknown = set(entry.row) - {each.name for each in fields(row_class)}
-    if unknown:
-        raise BadResult(f"{entry.place}: unknown field {min(unknown)[:40]!r}")
-    missing = [
-        name for name in ("chain", "product", "shape", "dtype", "mode") if not isinstance(entry.row.get(name), str)
-    ]
-    if missing:
-        raise BadResult(f"{entry.place}: no text {missing[0]!r}")
+def _require(holds: bool, place: str, message: str) -> None:
+    if not holds:
+        raise BadResult(f"{place}: {message}")
 
 
-def _parsed(line: bytes, place: str) -> dict:
+def _parsed(line: bytes, place: str) -> Any:
     try:
         parsed = json.loads(line)
         json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be written again
     except (ValueError, RecursionError) as error:
         raise BadResult(f"{place}: no JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise BadResult(f"{place}: {type(parsed).__name__} where an object is right")
+    _require(isinstance(parsed, dict), place, f"{type(parsed).__name__} where an object is right")
     return parsed
 
 
@@ -151,18 +146,14 @@ def _default(of: Field) -> Any:
 
 def merge(paths: Iterable[Path], into: Path) -> None:
     """Put all rows into one file, with those that it already has. BadResult where experiment or device differ."""
-    headers, entries = {}, []
-    for path in ([into] if into.exists() else []) + list(paths):
-        headers[path], found = read(path)
-        entries += found
-    first = next(iter(headers))
-    for path in headers:
-        require_same(first, headers[first], path, headers[path])
-    replace(into, lines_of(headers[first], entries))
+    contents = [(path, *read(path)) for path in ([into] if into.exists() else []) + list(paths)]
+    first, header, _ = contents[0]
+    for path, other, _ in contents:
+        require_same(first, header, path, other)
+    replace(into, lines_of(header, [entry for *_, entries in contents for entry in entries]))
 
 
 def main(arguments: list[str], prog: str) -> int:
-    """``python -m bench merge``: write the file; returns the exit status."""
     parser = Parser(
         prog=prog,
         description="Put the rows of several results files, of one experiment on one device, into one file, with those "
@@ -277,7 +268,3 @@ def _typed(row_class: type[Row], entry: Entry) -> Row:
         return msgspec.convert(entry.row | {"run": entry.run}, row_class)
     except msgspec.ValidationError as error:
         raise BadResult(f"{entry.place}: {error}") from None
-
-
-def now() -> datetime:
-    return datetime.now(timezone.utc).replace(microsecond=0)

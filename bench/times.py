@@ -5,6 +5,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,22 @@ from bench.cells import DTYPES, MEMORY_FORMATS, Cell, Problem, Step, make_bare_s
 from bench.chains import CHAINS, PRECISIONS, Call
 from bench.checking import check, worst_of
 from bench.columns import TIMES, Column, console_table, number
-from bench.device import device_to_measure
-from bench.recording import add_list, experiment_parser, reason, record
+from bench.recording import add_list, device_to_measure, experiment_parser, reason, record
 from bench.results import BadResult
-from bench.schema import BARE, OURS, PYTORCH, CallTimes, TimesRow
-from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES, SMALL, TARGET
+from bench.schema import (
+    BARE,
+    FORMS,
+    GRID,
+    GRID_BATCHES,
+    GRID_DTYPES,
+    GRID_FEATURES,
+    OURS,
+    PYTORCH,
+    SMALL,
+    TARGET,
+    CallTimes,
+    TimesRow,
+)
 from bench.timing import median_ratio, time_calls, warm_up
 
 PEERS = (BARE, *PYTORCH)
@@ -111,7 +123,6 @@ def main(arguments: list[str], prog: str) -> int:
 
 
 def make_call(peer: str, cell: Cell, problem: Problem) -> Call:
-    """The cell's work as ``peer`` does it: ours, bare, eager, compile or compile-max."""
     if peer == BARE:
         return make_bare_step(cell, problem)
     forward = cell.bind("ops" if peer == OURS else "ops.reference")
@@ -133,15 +144,13 @@ def measure(
     ``turn`` is held to check and time, so that processes that share a GPU compile side by side.
     """
     torch._dynamo.reset()
-    row = TimesRow(**cell.identity)
     with cell.chain.float32_precision(cell.precision):
         try:
             problem = make_problem(cell, device)
             with turn:
-                checked = check(cell, problem, cell.bind("ops"), cell.bind("ops.reference"))
+                row = check(cell, problem, cell.bind("ops"), cell.bind("ops.reference"))
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
-            return replace(row, red=True, peers={OURS: CallTimes(failure=reason(error))})
-        row = replace(row, errors=checked.errors, away_from_jumps=checked.away_from_jumps, red=checked.is_red)
+            return TimesRow(**cell.identity, red=True, peers={OURS: CallTimes(failure=reason(error))})
         if row.red or device.type != "cuda":
             return row
         torch.cuda.empty_cache()  # what float64 took, which cuBLAS and cuDNN could want for workspaces
@@ -190,7 +199,6 @@ def measure_memory(step: Step) -> int:
 
 
 def show(rows: Sequence[TimesRow]) -> list:
-    """One line a cell: the errors, and the times where there are any; then one line for each peer that failed."""
     compared = [row for row in rows if row.errors]
     errors = console_table(
         "Errors against float64",
@@ -212,18 +220,14 @@ def show(rows: Sequence[TimesRow]) -> list:
     return [errors, *([times] if any(row.peers for row in rows) else []), *failures]
 
 
-def _beside_eager(of: str):
-
-    def read(row: TimesRow) -> str | None:
-        ours, eager = (getattr(row.peer(peer), of) for peer in (OURS, "eager"))
-        return ours and number(ours) + (f" ({number(eager)})" if eager else "")
-
-    return read
+def _beside_eager(of: str, row: TimesRow) -> str | None:
+    ours, eager = (getattr(row.peer(peer), of) for peer in (OURS, "eager"))
+    return ours and number(ours) + (f" ({number(eager)})" if eager else "")
 
 
 _MORE_TIMES: list[Column] = [
-    ("host µs", _beside_eager("host_us")),
-    ("wall µs", _beside_eager("wall_us")),
+    ("host µs", partial(_beside_eager, "host_us")),
+    ("wall µs", partial(_beside_eager, "wall_us")),
     ("added MB", lambda row: (added := row.peer(OURS).added_mb) and number(added, ".1f")),
 ]
 #: The output's errors and those of the tensor that uses most of its allowance.
@@ -238,7 +242,6 @@ _ERRORS: list[Column] = [
 
 
 def summary(row: TimesRow) -> str:
-    """One line on a cell, for while the run goes on."""
     if row.red:
         return f"{row}: RED, not timed: {row.peer(OURS).failure or _what_is_wrong(row)}"
     if row.us is None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from bench import first_call, recording
 from bench.__main__ import main
 from bench.cells import default_shapes, make_cells
 from bench.first_call_process import compiled_kernels
-from bench.results import now, read_all
+from bench.results import read_all
 from bench.schema import FirstCallRow, Run
 from tests.bench.refusals import assert_refused
 
@@ -98,7 +99,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(first_call, "has_gpu", lambda: True)
     monkeypatch.setattr(first_call, "device_to_measure", lambda: torch.device("cuda"))
     monkeypatch.setattr(recording, "name_of", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(recording, "current_run", lambda device: Run(now()))
+    monkeypatch.setattr(recording, "current_run", lambda device: Run(datetime.now(timezone.utc)))
 
 
 def test_failure(process, gpu, tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.results import BadResult, Entry, lines_of, merge, newest, plain, read, read_all
-from bench.schema import SCHEMA, FirstCallRow, Header, CallTimes, Run, TimesRow
+from bench.schema import SCHEMA, CallTimes, FirstCallRow, Header, Run, TimesRow
 from tests.bench.result_files import CONVOLUTION, RUN, TARGET, cell, first_call, header, lines, rows, write
 
 ROOT = Path(__file__).parents[2]

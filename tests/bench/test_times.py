@@ -8,8 +8,7 @@ import torch
 from bench import times, timing
 from bench.cells import Cell
 from bench.chains import L30
-from bench.checking import Check
-from bench.schema import CallTimes
+from bench.schema import CallTimes, TimesRow
 
 FORWARD = Cell(L30, "bfloat16", None, "forward", "16x64x64")
 TRAINING = Cell(L30, "bfloat16", None, "training", "16x64x64")
@@ -36,7 +35,7 @@ def clocks(monkeypatch):
             raise RuntimeError("no compiler")
         return lambda: None
 
-    monkeypatch.setattr(timing, "DeviceClock", lambda device: device)
+    monkeypatch.setattr(timing, "device_clock", lambda device: device)
     monkeypatch.setattr(timing, "time_rounds", time_rounds)
     monkeypatch.setattr(timing, "time_loops", time_loops)
     monkeypatch.setattr(times, "make_call", make_call)
@@ -90,7 +89,8 @@ def checked(monkeypatch, clocks):
 
     def of(ours, device=CUDA):
         errors = {"output": (1e-4, 2e-4), "d_weight": (ours, 1e-4)}
-        monkeypatch.setattr(times, "check", lambda *arguments: Check(errors, 0.9, 7))
+        row = TimesRow(**TRAINING.identity, errors=errors, away_from_jumps=0.9, red=ours > 1e-4)
+        monkeypatch.setattr(times, "check", lambda *arguments: row)
         return times.measure(TRAINING, ["bare"], 3, device, contextlib.nullcontext())
 
     return of
