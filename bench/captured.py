@@ -78,9 +78,8 @@ def measure(cell: Cell, rounds: int, device: torch.device) -> CapturedRow:
         if not (on_gpu and calls):
             return CapturedRow(**cell.identity, calls=found)
         in_rounds, times = time_calls(calls, rounds, device)
-    for name in calls:
-        ratio = None if name == EAGER else median_ratio(in_rounds, name, EAGER)
-        found[name] = CallTimes(**times[name], over_eager=ratio)
+    ratios = {name: None if name == EAGER else median_ratio(in_rounds, name, EAGER) for name in calls}
+    found |= {name: CallTimes(**times[name], over_eager=ratios[name]) for name in calls}
     return CapturedRow(**cell.identity, rounds=rounds, calls=found)
 
 

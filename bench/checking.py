@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bench.cells import Cell, Problem, make_step
-from bench.chains import Forward, cudnn_setting
+from bench.cells import Cell, Forward, Problem, cudnn_setting, make_step
 from bench.schema import Errors, TimesRow
 
 #: Our error may be this many times PyTorch's ...

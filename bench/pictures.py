@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 #: Inches, and dots an inch. A page shows the picture 830 pixels wide, so it has two dots a pixel, for sharp text.
 _WIDTH, _DPI = 8.3, 200
-_CHAINS = ("L94", "L75", "L30", "L19")
 _MODE_TITLES = {"forward": "Forward", "training": "Training step"}
 
 
@@ -84,11 +83,8 @@ def _contiguous(rows: Iterable[TimesRow]) -> list[TimesRow]:
 
 def _speedup(results: DeviceResults) -> Picture | None:
     rows = [row for row in _contiguous(results.target) if row.dtype == "bfloat16" and row.us]
-    values = tuple(
-        (row.mode, row.chain, _over(row, COMPILERS), _over(row, ("eager",))) for row in rows if row.chain in _CHAINS
-    )
-    compiled = [over for *_, over, _ in values if over is not None]
-    eager = [over for *_, over in values if over is not None]
+    values: Any = tuple((row.mode, row.chain, _over(row, COMPILERS), _over(row, ("eager",))) for row in rows)
+    compiled, eager = ([value[place] for value in values if value[place] is not None] for place in (2, 3))
     if not compiled or not eager:
         return None
     title = f"{_span(compiled)} times as fast as torch.compile, {_span(eager)} times as fast as eager PyTorch"
@@ -106,21 +102,21 @@ def _span(values: list[float]) -> str:
 
 
 def _draw_speedup(picture: Picture, theme: Theme):
-    chains = [chain for chain in _CHAINS if any(value[1] == chain for value in picture.values)]
+    chains = list(dict.fromkeys(value[1] for value in picture.values))
     figure, panels = _labelled_panels(chains, 3.5)
-    series = ((2, "over torch.compile", theme.ours), (3, "over eager PyTorch", theme.second))
-    for panel, (mode, title) in zip(panels[0], _MODE_TITLES.items(), strict=True):
-        for index, (place, label, colour) in enumerate(series):
-            bars = [(chains.index(value[1]), value[place]) for value in picture.values if value[0] == mode]
-            bars = [(at + (index - 0.5) * 0.38, value) for at, value in bars if value is not None]
-            drawn = panel.barh([at for at, _ in bars], [value for _, value in bars], 0.36, color=colour, label=label)
-            panel.bar_label(drawn, fmt="%.2f×", padding=3)
+    series = ((2, -0.19, "over torch.compile", theme.ours), (3, 0.19, "over eager PyTorch", theme.second))
+    for panel, (mode, title) in zip(panels, _MODE_TITLES.items(), strict=True):
+        for place, offset, label, colour in series:
+            found = [value for value in picture.values if value[0] == mode and value[place] is not None]
+            heights = [chains.index(value[1]) + offset for value in found]
+            bars = panel.barh(heights, [value[place] for value in found], 0.36, color=colour, label=label)
+            panel.bar_label(bars, fmt="%.2f×", padding=3)
         panel.axvline(1.0, color=theme.text, linewidth=1)
         panel.set(title=title, xlabel="times as fast (1: as fast as PyTorch)")
         panel.tick_params(length=0)
-    most = max(value for row in picture.values for value in row[2:] if value is not None)
-    panels[0, 0].set(xlim=(0, 1.18 * most))
-    panels[0, 0].legend(loc="upper right", frameon=False)
+    most = max(over for value in picture.values for over in value[2:] if over is not None)
+    panels[0].set(xlim=(0, 1.18 * most))
+    panels[0].legend(loc="upper right", frameon=False)
     return figure
 
 
@@ -132,7 +128,7 @@ def _errors(results: DeviceResults) -> Picture | None:
     used = [(row, tensor) for row in _contiguous(results.target) if (tensor := _worst_tensor(row))]
     if not used:
         return None
-    values: tuple[Any, ...] = tuple(
+    values: Any = tuple(
         (row.mode, f"{row.chain} {row.setting}", tensor, *(float(number(error, ".3g")) for error in row.errors[tensor]))
         for row, tensor in used
     )
@@ -152,7 +148,7 @@ def _draw_errors(picture: Picture, theme: Theme):
     labels = list(dict.fromkeys(value[1] for value in picture.values))
     figure, panels = _labelled_panels(labels, 1.9 + 0.24 * len(labels))
     titles = {"forward": "Forward: output", "training": "Training step: tensor of the largest ratio"}
-    for panel, (mode, title) in zip(panels[0], titles.items(), strict=True):
+    for panel, (mode, title) in zip(panels, titles.items(), strict=True):
         found = [value for value in picture.values if value[0] == mode]
         places = [labels.index(value[1]) for value in found]
         ours, torch = ([value[place] for value in found] for place in (3, 4))
@@ -167,8 +163,8 @@ def _draw_errors(picture: Picture, theme: Theme):
         panel.tick_params(axis="y", length=0)
         panel.grid(axis="x", color=theme.faint, linewidth=0.6)
     errors = [error for value in picture.values for error in value[3:]]
-    panels[0, 0].set(xlim=(min(errors) / 3, max(errors) * 60))  # room for the tensors' names
-    panels[0, 0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
+    panels[0].set(xlim=(min(errors) / 3, max(errors) * 60))  # room for the tensors' names
+    panels[0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
     return figure
 
 
@@ -214,10 +210,10 @@ def _draw_growth(picture: Picture, theme: Theme):
 
 
 def _labelled_panels(labels: Sequence[str], height: float):
-    figure, panels = _figure(1, len(MODES), height)
-    panels[0, 0].set_yticks(range(len(labels)), labels)
-    panels[0, 0].invert_yaxis()
-    for panel in panels[0]:
+    figure, (panels,) = _figure(1, len(MODES), height)
+    panels[0].set_yticks(range(len(labels)), labels)
+    panels[0].invert_yaxis()
+    for panel in panels:
         panel.spines[["top", "right", "left"]].set_visible(False)
     return figure, panels
 

@@ -16,8 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autotune_configs.command_line import Parser, names, positive
 from bench import results
-from bench.cells import DTYPES, Cell
-from bench.chains import CHAINS
+from bench.cells import CHAINS, DTYPES, Cell
 from bench.schema import ALL_MODES, MODES, SCHEMA, Header, Row, Run
 
 _WIDTH_WHEN_NO_TERMINAL = 200

@@ -103,17 +103,16 @@ def _is_date(text: object) -> bool:
 
 def newest(header: Header, entries: Iterable[Entry]) -> list[Entry]:
     """One entry for each cell, that of the newest run, and of one run the last; in the order of the runs."""
+
+    def time(entry: Entry) -> tuple[datetime, str]:  # runs of the same second are not mixed
+        return datetime.fromisoformat(entry.run["date"]), json.dumps(entry.run, sort_keys=True)
+
     found: dict[tuple, Entry] = {}
-    for entry in sorted(entries, key=_time):
+    for entry in sorted(entries, key=time):
         key = tuple(str(entry.row.get(name)) for name in ROWS[header.experiment].KEY)
         found.pop(key, None)
         found[key] = entry
     return list(found.values())
-
-
-def _time(entry: Entry) -> tuple[datetime, str]:
-    """Sorts by date; runs of the same second are not mixed."""
-    return datetime.fromisoformat(entry.run["date"]), json.dumps(entry.run, sort_keys=True)
 
 
 def lines_of(header: Header, entries: Iterable[Entry]) -> bytes:
@@ -126,17 +125,18 @@ def lines_of(header: Header, entries: Iterable[Entry]) -> bytes:
 
 def plain(value: Any) -> Any:
     """A dataclass as JSON has it: without default values, with rounded numbers, and None for NaN and infinity."""
+    match value:
+        case dict():
+            return {name: plain(part) for name, part in value.items()}
+        case list() | tuple():
+            return [plain(part) for part in value]
+        case float():
+            return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+        case datetime():
+            return value.isoformat()
     if is_dataclass(value):
         pairs = ((each, getattr(value, each.name)) for each in fields(value))
         return {each.name: plain(part) for each, part in pairs if part != _default(each)}
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     return value
 
 

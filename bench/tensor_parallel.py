@@ -24,8 +24,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, 
 from torch.distributed.tensor.debug import CommDebugMode
 
 from autotune_configs.command_line import positive
-from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
-from bench.chains import Forward
+from bench.cells import Cell, Forward, Problem, Step, default_shapes, make_cells, make_problem, make_step
 from bench.checking import check, worst_of
 from bench.columns import TENSOR_PARALLEL, console_table, field
 from bench.recording import Recording, add_list, device_to_measure, experiment_parser

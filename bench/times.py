@@ -12,8 +12,20 @@ import torch
 from rich.markup import escape
 
 from autotune_configs.files import lock_at
-from bench.cells import DTYPES, MEMORY_FORMATS, Cell, Problem, Step, make_bare_step, make_cells, make_problem, make_step
-from bench.chains import CHAINS, PRECISIONS, Call
+from bench.cells import (
+    CHAINS,
+    DTYPES,
+    MEMORY_FORMATS,
+    PRECISIONS,
+    Call,
+    Cell,
+    Problem,
+    Step,
+    make_bare_step,
+    make_cells,
+    make_problem,
+    make_step,
+)
 from bench.checking import check, worst_of
 from bench.columns import TIMES, Column, console_table, number
 from bench.recording import add_list, device_to_measure, experiment_parser, reason, record
@@ -64,13 +76,22 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
         "first-call (a fresh process with nothing compiled), captured (compiled and captured calls beside eager ones), "
         f"tensor-parallel (chains on shards). {prog} COMMAND --help describes each.",
     )
-    more = "; for float32 alone. For the convolution of l19 high allows TF32, highest does not, and there is no medium"
-    add_list(parser, "--precisions", PRECISIONS, PRECISIONS[:2], more)
+    add_list(
+        parser,
+        "--precisions",
+        PRECISIONS,
+        PRECISIONS[:2],
+        "; for float32 alone. For the convolution of l19 high allows TF32, highest does not, and there is no medium",
+    )
     shapes = parser.add_mutually_exclusive_group()
-    default = TARGET if on_gpu else SMALL
     for product, option, group in (("GEMM", "--shapes", shapes), ("convolution", "--convolution-shapes", parser)):
         group.add_argument(
-            option, type=_shapes(product), default=default[product], dest=product, metavar="SHAPES", help=FORMS[product]
+            option,
+            type=_shapes(product),
+            default=(TARGET if on_gpu else SMALL)[product],
+            dest=product,
+            metavar="SHAPES",
+            help=FORMS[product],
         )
     batches, features = (", ".join(map(str, sizes)) for sizes in (GRID_BATCHES, GRID_FEATURES))
     shapes.add_argument(
@@ -82,8 +103,14 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
         f"and {' and '.join(GRID_DTYPES)}, where no others are given",
     )
     add_list(parser, "--memory-formats", MEMORY_FORMATS, MEMORY_FORMATS, "; for l19")
-    more = ": the product or convolution alone (by cuBLAS or cuDNN), PyTorch's chain, the same with torch.compile, and "
-    add_list(parser, "--peers", PEERS, PEERS[:-1], more + "with its max-autotune, which tunes for minutes")
+    add_list(
+        parser,
+        "--peers",
+        PEERS,
+        PEERS[:-1],
+        ": the product or convolution alone (by cuBLAS or cuDNN), PyTorch's chain, the same with torch.compile, and "
+        "with its max-autotune, which tunes for minutes",
+    )
     parser.add_argument(
         "--turns",
         type=Path,
@@ -181,9 +208,8 @@ def time_peers(
         return {"red": True, "peers": found}
     with turn:
         in_rounds, times = time_calls(calls, rounds, device)
-    for peer in calls:
-        ours_over = None if peer == OURS else median_ratio(in_rounds, OURS, peer)
-        found[peer] = CallTimes(**times[peer], ours_over=ours_over, added_mb=memory.get(peer))
+    ratios = {peer: None if peer == OURS else median_ratio(in_rounds, OURS, peer) for peer in calls}
+    found |= {peer: CallTimes(**times[peer], ours_over=ratios[peer], added_mb=memory.get(peer)) for peer in calls}
     return {"rounds": rounds, "peers": {peer: found[peer] for peer in peers}}
 
 

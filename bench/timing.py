@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bench.chains import Call
+from bench.cells import Call
 
 _WARM_UP_CALLS = 3
 #: More than any L2 cache holds. Writing it evicts the inputs.

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cells import DTYPES, Cell, make_bare_step, make_problem, make_step
-from bench.chains import CHAINS, L19, L75, L94
+from bench.cells import CHAINS, DTYPES, L19, L75, L94, Cell, make_bare_step, make_problem, make_step
 from bench.schema import ALL_MODES
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from bench import checking
-from bench.cells import Cell, make_problem
-from bench.chains import L19, L30, L75, L94
+from bench.cells import L19, L30, L75, L94, Cell, make_problem
 from bench.checking import Comparison, check, worst_of
 
 CPU = torch.device("cpu")

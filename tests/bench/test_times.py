@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from bench import times, timing
-from bench.cells import Cell
-from bench.chains import L30
+from bench.cells import L30, Cell
 from bench.schema import CallTimes, TimesRow
 
 FORWARD = Cell(L30, "bfloat16", None, "forward", "16x64x64")
