@@ -7,7 +7,7 @@ import torch
 from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
 from bench.columns import CAPTURED as COLUMNS
 from bench.columns import console_table
-from bench.recording import device_to_measure, experiment_parser, reason, record
+from bench.recording import Recording, device_to_measure, experiment_parser, reason
 from bench.schema import CALLS, CAPTURED, COMPILED, EAGER, CallTimes, CapturedRow
 from bench.timing import median_ratio, time_calls, warm_up
 
@@ -104,9 +104,8 @@ def main(arguments: list[str], prog: str) -> int:
     options = parser.parse_args(arguments)
     device = device_to_measure()
     cells = make_cells(options.chains, options.dtypes, options.modes, default_shapes(device.type == "cuda"))
-    return record(
-        options.output, "captured", device, show, cells, lambda cell: measure(cell, options.rounds, device), summary
-    )
+    recording = Recording(options.output, "captured", device, show, len(cells))
+    return recording.run(cells, lambda cell: measure(cell, options.rounds, device), summary)
 
 
 def summary(row: CapturedRow) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bench.schema import SMALL, TARGET, Row, sizes_of
+from bench.schema import Row
+from bench.sizes import SMALL, TARGET, sizes_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -44,8 +45,7 @@ def setting(read: Callable, write: Callable, value: object) -> Iterator[None]:
 
 
 def cudnn_setting(name: str, value: bool) -> AbstractContextManager:
-    cudnn = torch.backends.cudnn
-    return setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), value)
+    return setting(partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name), value)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,6 @@ class Cell:
 
     @property
     def identity(self) -> dict:
-        """What a row says of its cell."""
         return vars(self) | {"chain": self.chain.label, "product": self.chain.product}
 
     @property

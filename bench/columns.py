@@ -3,12 +3,12 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 from bench.schema import BARE, CALLS, OURS, PYTORCH, CapturedRow, FirstCallRow, Row, TensorParallelRow, TimesRow
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: A column's name, and what it shows of a row. A column that is None for every row is left out.
 Column = tuple[object, Callable[[Any], object]]
@@ -45,10 +45,7 @@ def console_table(
     rows: Sequence[Row],
     caption: str = "",
     is_red: Callable[[Any], bool] = attrgetter("failed"),
-) -> "Table":
-    from rich.markup import escape
-    from rich.table import Table
-
+) -> Table:
     names, *lines = lines_of([("cell", str), *columns], rows)
     result = Table(title=title, caption=caption)
     for name in names:

@@ -14,7 +14,7 @@ import torch
 
 from bench.cells import CHAINS, Cell, Step, default_shapes, make_cells, make_problem, make_step
 from bench.columns import FIRST_CALL, console_table
-from bench.recording import device_to_measure, experiment_parser, has_gpu, record
+from bench.recording import Recording, device_to_measure, experiment_parser, has_gpu
 from bench.schema import FirstCallRow
 
 _ROOT = Path(__file__).parents[1]
@@ -34,7 +34,8 @@ def main(arguments: list[str], prog: str) -> int:
     if not has_gpu():
         parser.error("needs a GPU; in Triton's interpreter nothing is compiled")
     cells = make_cells(options.chains, options.dtypes, ["forward"], default_shapes(on_gpu=True))
-    return record(options.output, "first_call", device_to_measure(), show, cells, measure, _summary)
+    recording = Recording(options.output, "first_call", device_to_measure(), show, len(cells))
+    return recording.run(cells, measure, _summary)
 
 
 def measure(cell: Cell) -> FirstCallRow:

@@ -3,7 +3,7 @@
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -26,20 +26,8 @@ from bench.columns import (
     pair,
 )
 from bench.results import BadResult, DeviceResults, by_shape, chains_by_shape, grouped, runs_of, series
-from bench.schema import (
-    BARE,
-    COMPILERS,
-    FORMS,
-    GRID,
-    GRID_BATCHES,
-    GRID_FEATURES,
-    MODES,
-    OURS,
-    PYTORCH,
-    CommitsRow,
-    Row,
-    TimesRow,
-)
+from bench.schema import BARE, COMPILERS, MODES, OURS, PYTORCH, CommitsRow, Row, TimesRow
+from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_FEATURES
 
 NOT_MEASURED = "Not measured."
 #: The batch at which the host's time is compared with eager PyTorch's.
@@ -79,24 +67,20 @@ class _Runs:
 
     def __init__(self, rows: Iterable[Row]):
         found = dict.fromkeys(map(str, sorted(runs_of(rows), key=attrgetter("date"))))
-        self._numbers = {run: number for number, run in enumerate(found, 1)}
+        self.numbers = {run: number for number, run in enumerate(found, 1)}
 
     def _of(self, rows: Iterable[Row]) -> list[int]:
-        return sorted({self._numbers[str(row.run)] for row in rows})
+        return sorted({self.numbers[str(row.run)] for row in rows})
 
     def chain(self, rows: Iterable[Row]) -> Column:
         """The chain's column, with each row's run where these are of several."""
         if len(self._of(rows)) < 2:
             return CHAIN
-        return "chain", lambda row: f"{row.chain} <sup>{self._numbers[str(row.run)]}</sup>"
+        return "chain", lambda row: f"{row.chain} <sup>{self.numbers[str(row.run)]}</sup>"
 
     def note(self, rows: Iterable[Row]) -> str:
-        """A sentence that names the runs of these rows."""
         numbers = self._of(rows)
         return f" Run{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}."
-
-    def listed(self) -> str:
-        return "\n".join(f"{number}. {run}" for run, number in self._numbers.items())
 
 
 def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, drawn: Iterable[str]) -> str:
@@ -134,7 +118,7 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
         "First call": _table(
             runs, results.first_call, _FIRST_CALL + runs.note(results.first_call), [SHAPE, *FIRST_CALL]
         ),
-        "Runs": [runs.listed()],
+        "Runs": ["\n".join(f"{number}. {run}" for run, number in runs.numbers.items())],
     }
     parts = ([f"### {title}", *([part for part in body if part] or [NOT_MEASURED])] for title, body in sections.items())
     return [f"## {results.device}", *(part for section in parts for part in section)]
@@ -144,7 +128,7 @@ def _table(runs: _Runs, rows: Sequence[Row], what: str, columns: Iterable[Column
     return [what, markdown_table([runs.chain(rows), DTYPE, *columns], rows)] if rows else []
 
 
-def _tables(rows: Iterable[TimesRow], runs: _Runs, columns: Callable[[list], list[Column]], what: str) -> list[str]:
+def _tables(rows: Collection[TimesRow], runs: _Runs, columns: Callable[[list], list[Column]], what: str) -> list[str]:
     """A table a product and shape, each below its name."""
     return [
         part
@@ -167,13 +151,13 @@ def _error(tensor: str) -> Column:
 
 def _memory(results: DeviceResults, runs: _Runs) -> list[str]:
     rows = [row for row in results.listed if row.peer(OURS).added_mb is not None]
-    peers = (of_peer(peer, "added_mb", ".1f") for peer in (OURS, *PYTORCH))
-    what = "MB at the peak of a training step, beyond weights, gradients, input and output."
-    return _table(runs, rows, what, [SHAPE, *peers])
+    columns = [SHAPE, *(of_peer(peer, "added_mb", ".1f") for peer in (OURS, *PYTORCH))]
+    return _table(
+        runs, rows, "MB at the peak of a training step, beyond weights, gradients, input and output.", columns
+    )
 
 
 def _growth(results: DeviceResults, runs: _Runs) -> list[str]:
-    """A summary, then a table of batches by features for each chain, dtype and mode."""
     groups = grouped(results.grid, series)
     if not groups:
         return []
@@ -259,6 +243,10 @@ _MAIN = (
 )
 
 
+def _with_note(columns: Iterable[Column], rows: Collection[object], note: str) -> str:
+    return f"{markdown_table(columns, rows)}\n\n{note}" if rows else ""
+
+
 def _of_mode(mode: str, column: Column) -> Column:
     """A column of lists of rows, which shows what this one does of the row of this mode; None where there is none."""
     name, read = column
@@ -278,7 +266,6 @@ def _times(mode: str) -> list[Column]:
 
 
 def _main_table(results: DeviceResults) -> str:
-    """One line a chain and dtype, with both modes."""
     sound = [row for row in results.target if not row.red and row.mode in MODES and (row.product, row.layout) in _MAIN]
     sound.sort(key=lambda row: _MAIN.index((row.product, row.layout)))
     cells = [rows for rows in grouped(sound, attrgetter("chain", "layout")).values() if len(rows) == len(MODES)]
@@ -295,7 +282,7 @@ def _main_table(results: DeviceResults) -> str:
         f"backward pass. {sizes}. `compile`: `torch.compile` in the fastest of the modes measured. Error of the "
         "output: `norm(result - float64) / norm(float64)`."
     )
-    return f"{markdown_table(columns, cells)}\n\n{note}" if cells else ""
+    return _with_note(columns, cells, note)
 
 
 def _error_table(results: DeviceResults) -> str:
@@ -315,7 +302,7 @@ def _error_table(results: DeviceResults) -> str:
         ("of", _largest),
     ]
     groups = grouped(compared, lambda each: (each[0].product, each[0].setting)).values()
-    return f"{markdown_table(columns, groups)}\n\n{results.setup(row for row, *_ in compared)}." if compared else ""
+    return _with_note(columns, groups, f"{results.setup(row for row, *_ in compared)}.")
 
 
 def _largest(group: Iterable[tuple[TimesRow, float, str]]) -> str:
@@ -324,8 +311,7 @@ def _largest(group: Iterable[tuple[TimesRow, float, str]]) -> str:
 
 
 def _rows_table(results: DeviceResults, rows: Sequence[Row], columns: Iterable[Column]) -> str:
-    table = markdown_table([CHAIN, DTYPE, MODE, *columns], rows)
-    return f"{table}\n\n{_times_setup(results, rows)}" if rows else ""
+    return _with_note([CHAIN, DTYPE, MODE, *columns], rows, _times_setup(results, rows))
 
 
 def _wall_ratios(rows: Iterable[CommitsRow]) -> str:
@@ -344,9 +330,9 @@ def _commits_table(results: DeviceResults) -> str:
         ),
         ("wall clock over before: forward, training", _wall_ratios),
     ]
-    table = markdown_table(columns, grouped(rows, attrgetter("chain", "layout", "shape")).values())
+    groups = grouped(rows, attrgetter("chain", "layout", "shape")).values()
     before = ", ".join(dict.fromkeys(row.before[:10] for row in rows))
-    return f"{table}\n\n{_times_setup(results, rows)} Before: commit {before}." if rows else ""
+    return _with_note(columns, groups, f"{_times_setup(results, rows)} Before: commit {before}.")
 
 
 def _times_setup(results: DeviceResults, rows: Iterable[Any]) -> str:

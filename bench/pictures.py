@@ -8,14 +8,12 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.columns import number
 from bench.results import BadResult, DeviceResults, chains_by_shape
-from bench.schema import COMPILERS, GRID, GRID_BATCHES, GRID_FEATURES, MODES, TimesRow
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bench.schema import COMPILERS, MODES, TimesRow
+from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
 
 #: Inches, and dots an inch. A page shows the picture 830 pixels wide, so it has two dots a pixel, for sharp text.
 _WIDTH, _DPI = 8.3, 200
@@ -38,7 +36,7 @@ class Picture:
     caption: str
     #: What is plotted, one tuple a cell.
     values: tuple[Any, ...]
-    draw: Callable[["Picture", Theme], "Figure"]
+    draw: Callable[["Picture", Theme], Any]
 
     @property
     def digest(self) -> str:
@@ -48,15 +46,18 @@ class Picture:
 
 def pictures_of(results: DeviceResults) -> dict[str, Picture]:
     """By name; a picture of which nothing was measured is left out."""
-    found = {"speedup": _speedup(results), "errors": _errors(results)}
-    found |= {f"growth_{mode}": _growth(results, mode) for mode in MODES}
+    growth = {f"growth_{mode}": _growth(results, mode) for mode in MODES}
+    found = {"speedup": _speedup(results), "errors": _errors(results), **growth}
     return {f"{name}.{results.slug}": picture for name, picture in found.items() if picture}
 
 
 def files_of(results: DeviceResults) -> dict[str, tuple[Picture, Theme]]:
     """What each file shows, by the file's name."""
-    found = pictures_of(results).items()
-    return {f"{name}.{theme}.png": (picture, THEMES[theme]) for name, picture in found for theme in THEMES}
+    return {
+        f"{name}.{theme}.png": (picture, colours)
+        for name, picture in pictures_of(results).items()
+        for theme, colours in THEMES.items()
+    }
 
 
 def draw_all(results: DeviceResults) -> dict[str, bytes]:
@@ -139,7 +140,6 @@ def _errors(results: DeviceResults) -> Picture | None:
 
 
 def _worst_tensor(row: TimesRow) -> str | None:
-    """The tensor with the largest ratio to PyTorch's error."""
     ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
     return max(ratios, key=lambda tensor: ratios[tensor], default=None)
 

@@ -140,9 +140,6 @@ class Recording:
         if self.rows and not self._on_gpu:
             self._console.print(f"[bold]{_NO_GPU}[/]")
 
-    def begin(self, cell: object) -> None:
-        self._progress.update(self._task, description=escape(str(cell)))
-
     def add(self, row: Row) -> None:
         self.rows.append(row)
         self._progress.advance(self._task)
@@ -157,28 +154,19 @@ class Recording:
     def say(self, line: str, style: str | None = None) -> None:
         self._progress.console.print(escape(line), style=style)
 
+    def run(self, cells: Sequence[Cell], measure: Callable[[Cell], Any], summary: Callable[[Any], str]) -> int:
+        """Measure cell by cell, with a summary of each; returns the exit status."""
+        with self:
+            for cell in cells:
+                self._progress.update(self._task, description=escape(str(cell)))
+                row = measure(cell)
+                self.add(row)
+                self.say(summary(row), "red" if row.failed else None)
+        return self.status
+
     def _save(self) -> None:
         if self._path:
             results.replace(self._path, results.lines_of(self._header, self._entries))
-
-
-def record(
-    path: Path | None,
-    experiment: str,
-    device: torch.device,
-    tables: Callable[[Sequence], Sequence[RenderableType]],
-    cells: Sequence[Cell],
-    measure: Callable[[Cell], Any],
-    summary: Callable[[Any], str],
-) -> int:
-    """Run an experiment, cell by cell, with a summary of each; returns the exit status."""
-    with Recording(path, experiment, device, tables, len(cells)) as recording:
-        for cell in cells:
-            recording.begin(cell)
-            row = measure(cell)
-            recording.add(row)
-            recording.say(summary(row), "red" if row.failed else None)
-    return recording.status
 
 
 def reason(error: Exception) -> str:

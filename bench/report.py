@@ -49,9 +49,9 @@ def main(arguments: list[str], prog: str) -> int:
     others = {_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")} - {page} if in_repository else set()
     folder = page.parent / "pictures"
     names = [name for device in devices for name in pictures.files_of(device)]
-    texts = {page: write_page(devices, folder, page, names).encode()}
-    for other in sorted(others):
-        texts[other] = fill_tables(other.read_text(encoding="utf-8"), devices, other).encode()
+    texts = {page: write_page(devices, folder, page, names).encode()} | {
+        other: fill_tables(other.read_text(encoding="utf-8"), devices, other).encode() for other in sorted(others)
+    }
     if not options.check:
         pngs = (png for device in devices for png in pictures.draw_all(device).items())
         return _write(texts | {folder / name: content for name, content in pngs})

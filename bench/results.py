@@ -7,21 +7,19 @@ below it were measured.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune_configs.command_line import Parser
 from autotune_configs.files import replace_file
 from bench.schema import (
-    GRID,
     ROWS,
     SCHEMA,
-    TARGET,
     CapturedRow,
     CommitsRow,
     FirstCallRow,
@@ -31,6 +29,7 @@ from bench.schema import (
     TensorParallelRow,
     TimesRow,
 )
+from bench.sizes import GRID, TARGET
 
 #: Significant digits of every number that is written.
 _DIGITS = 6
@@ -190,12 +189,9 @@ def runs_of(rows: Iterable[Row]) -> Iterable[Run]:
     return dict.fromkeys(row.run for row in rows if row.run)
 
 
-def grouped(rows: Iterable, group: Callable) -> dict:
+def grouped(rows: Collection, group: Callable) -> dict:
     """Lists of rows by what this says of them, in the order in which they come."""
-    groups: dict = {}
-    for row in rows:
-        groups.setdefault(group(row), []).append(row)
-    return groups
+    return {name: [row for row in rows if group(row) == name] for name in dict.fromkeys(map(group, rows))}
 
 
 by_shape = attrgetter("product", "shape")
@@ -203,7 +199,7 @@ by_shape = attrgetter("product", "shape")
 series = attrgetter("chain", "layout", "mode")
 
 
-def chains_by_shape(rows: Iterable[Row]) -> dict[tuple[str, str], str]:
+def chains_by_shape(rows: Collection[Row]) -> dict[tuple[str, str], str]:
     """By product and shape, the names of the chains."""
     return {at: ", ".join(dict.fromkeys(row.chain for row in group)) for at, group in grouped(rows, by_shape).items()}
 
@@ -213,11 +209,11 @@ class DeviceResults:
     """All that is known of one device: the newest row of each cell, in the order in which tables list them."""
 
     device: str
-    times: list[TimesRow]
-    captured: list[CapturedRow]
-    first_call: list[FirstCallRow]
-    tensor_parallel: list[TensorParallelRow]
-    commits: list[CommitsRow]
+    times: list[TimesRow] = field(default_factory=list)
+    captured: list[CapturedRow] = field(default_factory=list)
+    first_call: list[FirstCallRow] = field(default_factory=list)
+    tensor_parallel: list[TensorParallelRow] = field(default_factory=list)
+    commits: list[CommitsRow] = field(default_factory=list)
 
     @property
     def slug(self) -> str:
@@ -246,15 +242,12 @@ class DeviceResults:
 
 def read_all(paths: Iterable[Path]) -> list[DeviceResults]:
     """What these files say, by device; BadResult where one of them is not the bench's."""
-    files: dict[Header, list[Entry]] = {}
-    for path in paths:
-        header, entries = read(path)
-        files.setdefault(header, []).extend(entries)
-    devices: dict[str, dict[str, list[Any]]] = {}
-    for header, entries in files.items():
+    contents = [read(path) for path in paths]
+    devices: dict[str, dict[str, Any]] = {}
+    for header, of_one in grouped(contents, itemgetter(0)).items():
+        entries = [entry for _, found in of_one for entry in found]
         rows = [_typed(ROWS[header.experiment], entry) for entry in newest(header, entries)]
-        of_device = devices.setdefault(header.device, {experiment: [] for experiment in ROWS})
-        of_device[header.experiment] = sorted(rows, key=lambda row: row.order)
+        devices.setdefault(header.device, {})[header.experiment] = sorted(rows, key=attrgetter("order"))
     return [DeviceResults(device, **devices[device]) for device in sorted(devices)]
 
 

@@ -1,5 +1,4 @@
-"""The lines of a results file as plain data: a header, then each run with the rows that it measured. What rows name:
-peers, modes, calls, and the sizes that are measured by default.
+"""The lines of a results file as plain data: a header, then each run with the rows that it measured.
 
 Needs neither torch nor msgspec: a GPU machine may lack the one, a reader's machine the other.
 """
@@ -8,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar, Literal
+
+from bench.sizes import sizes_of
 
 #: The version of this format, which every file names in its header.
 SCHEMA = 1
@@ -21,31 +22,11 @@ ALL_MODES = (*MODES, "forward_grad")
 #: How a chain is called; the others are compared with the first.
 CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
 
-#: What a shape's sizes are, by what the chain begins with.
-FORMS = {
-    "GEMM": "batch x in_features x out_features",
-    "convolution": "batch x in_channels x out_channels x height x width x kernel",
-}
-#: Shapes by what the chain begins with: on a GPU, and in Triton's interpreter.
-TARGET = {"GEMM": "1024x8192x8192", "convolution": "128x64x64x256x256x3"}
-SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3"}
-
-#: The growth grid of Linear chains: every batch with every number of features, in and out.
-GRID_BATCHES = (1, 16, 64, 256, 1024, 4096)
-GRID_FEATURES = (1024, 2048, 4096, 8192, 16384)
-GRID_DTYPES = ("bfloat16", "float32")
-#: Its cells by shape: (batch, features).
-GRID = {f"{batch}x{size}x{size}": (batch, size) for batch in GRID_BATCHES for size in GRID_FEATURES}
-
 #: By tensor, ours and PyTorch's; None for NaN or infinity.
 Errors = dict[str, tuple[float | None, float | None]]
 
 _ORDER = ("L94", "L75", "L30", "L19", "bfloat16", "float16", "float32", "highest", "high", "medium")
 _ORDER += ("contiguous", "channels_last", *ALL_MODES)
-
-
-def sizes_of(shape: str) -> tuple[int, ...]:
-    return tuple(map(int, shape.split("x")))
 
 
 @dataclass(frozen=True)
@@ -70,12 +51,11 @@ class Run:
 
     @property
     def versions(self) -> str:
-        names = {"driver": self.driver, "torch": self.torch, "triton": self.triton}
-        return ", ".join(f"{name} {version}" for name, version in names.items() if version)
+        names = ("driver", "torch", "triton")
+        return ", ".join(f"{name} {version}" for name in names if (version := getattr(self, name)))
 
     @property
     def state(self) -> str:
-        """Which code was measured, and on which day."""
         commit, *dirty = (self.commit or "").split("-", 1)
         name = f"commit {'-'.join([commit[:10], *dirty])}" if commit else "an unknown commit"
         return f"{name}, {self.date:%Y-%m-%d}"

@@ -82,7 +82,6 @@ def through_shards(forward: Forward, mesh: DeviceMesh, divided: str) -> Forward:
 
 
 def distribute(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, divided: str) -> dict[str, DTensor]:
-    """The shards of tensors that every rank has."""
     return {
         name: _replicated(tensor, mesh).redistribute(placements=[placement(name, tensor, divided)])
         for name, tensor in tensors.items()

@@ -28,22 +28,10 @@ from bench.cells import (
 )
 from bench.checking import check, worst_of
 from bench.columns import TIMES, Column, console_table, number
-from bench.recording import add_list, device_to_measure, experiment_parser, reason, record
+from bench.recording import Recording, add_list, device_to_measure, experiment_parser, reason
 from bench.results import BadResult
-from bench.schema import (
-    BARE,
-    FORMS,
-    GRID,
-    GRID_BATCHES,
-    GRID_DTYPES,
-    GRID_FEATURES,
-    OURS,
-    PYTORCH,
-    SMALL,
-    TARGET,
-    CallTimes,
-    TimesRow,
-)
+from bench.schema import BARE, OURS, PYTORCH, CallTimes, TimesRow
+from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES, SMALL, TARGET
 from bench.timing import median_ratio, time_calls, warm_up
 
 PEERS = (BARE, *PYTORCH)
@@ -64,7 +52,6 @@ def _shapes(product: str):
 
 
 def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
-    """The options, and the cells that they choose."""
     parser = experiment_parser(
         prog,
         "Check the chains against float64, then time them beside their peers on a GPU. Lists are separated by commas. "
@@ -76,22 +63,13 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
         "first-call (a fresh process with nothing compiled), captured (compiled and captured calls beside eager ones), "
         f"tensor-parallel (chains on shards). {prog} COMMAND --help describes each.",
     )
-    add_list(
-        parser,
-        "--precisions",
-        PRECISIONS,
-        PRECISIONS[:2],
-        "; for float32 alone. For the convolution of l19 high allows TF32, highest does not, and there is no medium",
-    )
+    more = "; for float32 alone. For the convolution of l19 high allows TF32, highest does not, and there is no medium"
+    add_list(parser, "--precisions", PRECISIONS, PRECISIONS[:2], more)
     shapes = parser.add_mutually_exclusive_group()
+    default = TARGET if on_gpu else SMALL
     for product, option, group in (("GEMM", "--shapes", shapes), ("convolution", "--convolution-shapes", parser)):
         group.add_argument(
-            option,
-            type=_shapes(product),
-            default=(TARGET if on_gpu else SMALL)[product],
-            dest=product,
-            metavar="SHAPES",
-            help=FORMS[product],
+            option, type=_shapes(product), default=default[product], dest=product, metavar="SHAPES", help=FORMS[product]
         )
     batches, features = (", ".join(map(str, sizes)) for sizes in (GRID_BATCHES, GRID_FEATURES))
     shapes.add_argument(
@@ -103,14 +81,8 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
         f"and {' and '.join(GRID_DTYPES)}, where no others are given",
     )
     add_list(parser, "--memory-formats", MEMORY_FORMATS, MEMORY_FORMATS, "; for l19")
-    add_list(
-        parser,
-        "--peers",
-        PEERS,
-        PEERS[:-1],
-        ": the product or convolution alone (by cuBLAS or cuDNN), PyTorch's chain, the same with torch.compile, and "
-        "with its max-autotune, which tunes for minutes",
-    )
+    more = ": the product or convolution alone (by cuBLAS or cuDNN), PyTorch's chain, the same with torch.compile, and "
+    add_list(parser, "--peers", PEERS, PEERS[:-1], more + "with its max-autotune, which tunes for minutes")
     parser.add_argument(
         "--turns",
         type=Path,
@@ -135,7 +107,6 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
 
 
 def main(arguments: list[str], prog: str) -> int:
-    """Measure the cells and print what was found; returns the exit status, 1 if a check is red."""
     device = device_to_measure()
     options = _parse(arguments, prog, device.type == "cuda")
     try:
@@ -146,7 +117,7 @@ def main(arguments: list[str], prog: str) -> int:
     def measured(cell: Cell) -> TimesRow:
         return measure(cell, options.peers, options.rounds, device, turn)
 
-    return record(options.output, "times", device, show, options.cells, measured, summary)
+    return Recording(options.output, "times", device, show, len(options.cells)).run(options.cells, measured, summary)
 
 
 def make_call(peer: str, cell: Cell, problem: Problem) -> Call:
@@ -225,11 +196,10 @@ def measure_memory(step: Step) -> int:
 
 
 def show(rows: Sequence[TimesRow]) -> list:
-    compared = [row for row in rows if row.errors]
     errors = console_table(
         "Errors against float64",
         _ERRORS,
-        compared,
+        [row for row in rows if row.errors],
         "of every element of every sample; compared: the part of the output that passes a gradient on, away from jumps",
     )
     times = console_table(

@@ -110,5 +110,4 @@ def time_calls(calls: Mapping[str, Call], rounds: int, device: torch.device) -> 
 
 
 def median_ratio(times: Mapping[str, Sequence[float]], one: str, other: str) -> float:
-    """The median over the rounds of the one's time over the other's in the same round."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))

@@ -8,8 +8,8 @@ from autotune_configs.commands import _INTERPRETED_SHAPES
 from autotune_configs.heuristics import WIDEST_TILE
 from autotune_configs.problem import Problem
 from bench.cells import CHAINS as MEASURED
-from bench.schema import GRID as MEASURED_GRID
-from bench.schema import SMALL, TARGET
+from bench.sizes import GRID as MEASURED_GRID
+from bench.sizes import SMALL, TARGET
 from triton_kernels.chains import LINEAR_GROUP_NORM_HARDTANH
 
 

@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 
 from bench.pictures import THEMES, draw_all, not_current, pictures_of
 from bench.results import read_all
-from bench.schema import GRID_BATCHES, GRID_FEATURES
+from bench.sizes import GRID_BATCHES, GRID_FEATURES
 from tests.bench.result_files import CONVOLUTION, TARGET, cell, first_call, red, rows, write
 
 LIGHT = THEMES["light"]
