@@ -124,11 +124,6 @@ class Chain:
         """Within it, PyTorch's setting for the product's float32 precision is this one; None leaves it alone."""
         return self.begins_with.with_precision(precision) if precision else nullcontext()
 
-    def num_groups(self, channels: int) -> int:
-        """Groups of the target's size where that divides, else of the divisor nearest to it by ratio."""
-        divisors = [size for size in range(1, channels + 1) if channels % size == 0]
-        return channels // min(divisors, key=lambda size: abs(math.log(size / self.declaration.group_size)))
-
     def draw_tensors(self, sizes: Sizes) -> dict[str, torch.Tensor]:
         """The tensors by argument name, random as a fresh model's, but the norm's weight and bias are not 1 and 0."""
         input, weight = self.begins_with.shapes(*sizes)
@@ -180,7 +175,10 @@ class Cell:
 
     @property
     def num_groups(self) -> int:
-        return self.chain.num_groups(self.sizes[2])
+        """Groups of the target's size where that divides, else of the divisor nearest to it by ratio."""
+        channels, of_target = self.sizes[2], self.chain.declaration.group_size
+        divisors = [size for size in range(1, channels + 1) if channels % size == 0]
+        return channels // min(divisors, key=lambda size: abs(math.log(size / of_target)))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -106,7 +106,7 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
     sections = {
         "Times": [
             picture("speedup", "How many times as fast as PyTorch each chain is"),
-            *_tables(results.listed, runs, lambda _: TIMES, _TIMES),
+            *_tables(runs, results.listed, _TIMES, lambda _: TIMES),
         ],
         "Errors": [picture("errors", "Error of each chain against float64, beside PyTorch's"), *_errors(results, runs)],
         "Added memory": _memory(results, runs),
@@ -128,7 +128,7 @@ def _table(runs: _Runs, rows: Sequence[Row], what: str, columns: Iterable[Column
     return [what, markdown_table([runs.chain(rows), DTYPE, *columns], rows)] if rows else []
 
 
-def _tables(rows: Collection[TimesRow], runs: _Runs, columns: Callable[[list], list[Column]], what: str) -> list[str]:
+def _tables(runs: _Runs, rows: Collection[TimesRow], what: str, columns: Callable[[list], list[Column]]) -> list[str]:
     """A table a product and shape, each below its name."""
     return [
         part
@@ -141,7 +141,7 @@ def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
     def columns(rows: Iterable[TimesRow]) -> list[Column]:
         return [_error(tensor) for tensor in dict.fromkeys(tensor for row in rows for tensor in row.errors)]
 
-    tables = _tables([row for row in results.listed if row.errors], runs, columns, "")
+    tables = _tables(runs, [row for row in results.listed if row.errors], "", columns)
     return ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's.", *tables] if tables else []
 
 

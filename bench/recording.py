@@ -20,8 +20,6 @@ from bench.cells import CHAINS, DTYPES, Cell
 from bench.schema import ALL_MODES, MODES, SCHEMA, Header, Row, Run
 
 _WIDTH_WHEN_NO_TERMINAL = 200
-#: What a run without one ends with.
-_NO_GPU = "No GPU: the kernels ran in Triton's interpreter. Times need a GPU."
 
 _ROOT = Path(__file__).parents[1]
 #: The commit's full hash, and whether the tree differs from it.
@@ -138,7 +136,7 @@ class Recording:
         if self.rows:
             self._console.print(*self._tables(self.rows), sep="\n")
         if self.rows and not self._on_gpu:
-            self._console.print(f"[bold]{_NO_GPU}[/]")
+            self._console.print("[bold]No GPU: the kernels ran in Triton's interpreter. Times need a GPU.[/]")
 
     def add(self, row: Row) -> None:
         self.rows.append(row)

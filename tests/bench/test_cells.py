@@ -7,7 +7,19 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cells import CHAINS, DTYPES, L19, L75, L94, Cell, make_bare_step, make_problem, make_step
+from bench.cells import (
+    CHAINS,
+    DTYPES,
+    L19,
+    L75,
+    L94,
+    Cell,
+    default_shapes,
+    make_bare_step,
+    make_cells,
+    make_problem,
+    make_step,
+)
 from bench.schema import ALL_MODES
 
 CPU = torch.device("cpu")
@@ -25,7 +37,8 @@ def test_names():
 
 
 def test_groups_at_the_target_sizes():
-    groups = {name: chain.num_groups(64 if chain is L19 else 8192) for name, chain in CHAINS.items()}
+    cells = make_cells(CHAINS, ["bfloat16"], ["forward"], default_shapes(on_gpu=True))
+    groups = {cell.chain.name: cell.num_groups for cell in cells}
     assert groups == {"l94": 256, "l75": 512, "l30": 16, "l19": 8}
 
 
