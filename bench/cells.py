@@ -140,11 +140,15 @@ class Chain:
         return tensors
 
 
-L94 = Chain("l94", "GEMM", {"min_val": -1.0, "max_val": 1.0}, bias_rank=1)
-L75 = Chain("l75", "GEMM", bias_rank=4)
-L30 = Chain("l30", "GEMM", {"min_val": -2.0, "max_val": 2.0})
-L19 = Chain("l19", "convolution")
-CHAINS = {chain.name: chain for chain in (L94, L75, L30, L19)}
+CHAINS = {
+    chain.name: chain
+    for chain in (
+        Chain("l94", "GEMM", {"min_val": -1.0, "max_val": 1.0}, bias_rank=1),
+        Chain("l75", "GEMM", bias_rank=4),
+        Chain("l30", "GEMM", {"min_val": -2.0, "max_val": 2.0}),
+        Chain("l19", "convolution"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -179,10 +183,6 @@ class Cell:
         channels, of_target = self.sizes[2], self.chain.declaration.group_size
         divisors = [size for size in range(1, channels + 1) if channels % size == 0]
         return channels // min(divisors, key=lambda size: abs(math.log(size / of_target)))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
 
     def bind(self, implementation: str) -> Forward:
         """The chain as this module has it, ``ops`` or ``ops.reference``. As triton is imported, it reads whether it is
@@ -234,7 +234,7 @@ def make_problem(cell: Cell, device: torch.device) -> Problem:
     """Draw the data. The values are the same in every memory format."""
 
     def as_in_cell(tensor):
-        tensor = tensor.to(cell.torch_dtype)
+        tensor = tensor.to(getattr(torch, cell.dtype))
         if cell.memory_format and tensor.ndim == 4:
             tensor = tensor.contiguous(memory_format=MEMORY_FORMATS[cell.memory_format])
         return tensor

@@ -7,22 +7,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cells import (
-    CHAINS,
-    DTYPES,
-    L19,
-    L75,
-    L94,
-    Cell,
-    default_shapes,
-    make_bare_step,
-    make_cells,
-    make_problem,
-    make_step,
-)
+from bench.cells import CHAINS, DTYPES, Cell, default_shapes, make_bare_step, make_cells, make_problem, make_step
 from bench.schema import ALL_MODES
 
 CPU = torch.device("cpu")
+L94, L75, _, L19 = CHAINS.values()
 SHAPES = {"GEMM": "5x16x24", "convolution": "3x8x16x4x5x3"}
 
 

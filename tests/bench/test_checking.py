@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from bench import checking
-from bench.cells import L19, L30, L75, L94, Cell, make_problem
+from bench.cells import CHAINS, Cell, make_problem
 from bench.checking import Comparison, check, worst_of
 
 CPU = torch.device("cpu")
+L94, L75, L30, L19 = CHAINS.values()
 L19_CELL = Cell(L19, "bfloat16", None, "training", "5x8x16x4x5x3", "channels_last")
 LINEAR_CELLS = [Cell(chain, "float32", "highest", "training", "5x16x64") for chain in (L94, L75, L30)]
 L19_TENSORS = ("input", "weight", "conv_bias", "norm_weight", "norm_bias")
@@ -50,7 +51,7 @@ def test_float64_in_parts(cell, monkeypatch):
     at_once = []
 
     def ours(tensors):
-        return plain(cell)({name: tensor.double() for name, tensor in tensors.items()}).to(cell.torch_dtype)
+        return plain(cell)({name: tensor.double() for name, tensor in tensors.items()}).to(getattr(torch, cell.dtype))
 
     def reference(tensors):
         if tensors["input"].dtype == torch.float64:

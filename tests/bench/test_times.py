@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from bench import times, timing
-from bench.cells import L30, Cell
+from bench.cells import CHAINS, Cell
 from bench.schema import CallTimes, TimesRow
 
-FORWARD = Cell(L30, "bfloat16", None, "forward", "16x64x64")
-TRAINING = Cell(L30, "bfloat16", None, "training", "16x64x64")
+FORWARD = Cell(CHAINS["l30"], "bfloat16", None, "forward", "16x64x64")
+TRAINING = Cell(CHAINS["l30"], "bfloat16", None, "training", "16x64x64")
 CUDA = torch.device("cuda")
 TIMES = {"ours": [8e3, 9e3, 1e4], "bare": [5e3, 5e3, 5e3], "eager": [1.6e4, 1.8e4, 2e4], "compile": [2e4, 3e4, 1e3]}
 
