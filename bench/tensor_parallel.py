@@ -72,15 +72,6 @@ def placement(name: str, tensor: torch.Tensor, divided: str) -> Placement:
     return Shard(1 if tensor.ndim == 4 and divided == "channels" else 0)
 
 
-def through_shards(forward: Forward, mesh: DeviceMesh, divided: str) -> Forward:
-    """``forward`` on shards, from whole tensors to a whole result."""
-
-    def whole(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return cast(DTensor, forward(distribute(tensors, mesh, divided))).full_tensor()
-
-    return whole
-
-
 def distribute(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, divided: str) -> dict[str, DTensor]:
     return {
         name: _replicated(tensor, mesh).redistribute(placements=[placement(name, tensor, divided)])
@@ -132,7 +123,10 @@ def measure(cell: Cell, divided: str, rounds: int, mesh: DeviceMesh) -> TensorPa
     device = torch.device(mesh.device_type)
     on_gpu = device.type == "cuda"
     forward = cell.bind("ops")
-    on_shards = through_shards(forward, mesh, divided)
+
+    def on_shards(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:  # from whole tensors to a whole result
+        return cast(DTensor, forward(distribute(tensors, mesh, divided))).full_tensor()
+
     with cell.chain.float32_precision(cell.precision):
         problem = make_problem(cell, device)
         checked = check(cell, problem, on_shards, _by_pytorch(cell, on_shards))
@@ -251,8 +245,7 @@ def main(arguments: list[str], prog: str, spawn: Callable = multiprocessing.spaw
     with Recording(options.output, "tensor_parallel", device, show, len(pairs)) as recording:
         work = []
         for cell, divided in pairs:
-            why_not = cannot_divide(cell, divided, options.gpus)
-            if why_not:
+            if why_not := cannot_divide(cell, divided, options.gpus):
                 recording.say(f"{cell}: not by {divided}: {why_not}")
             else:
                 work.append((cell, divided))
