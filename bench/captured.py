@@ -7,8 +7,7 @@ import torch
 from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
 from bench.columns import CAPTURED as COLUMNS
 from bench.columns import console_table
-from bench.device import device_to_measure
-from bench.recording import experiment_parser, reason, record
+from bench.recording import Recording, device_to_measure, experiment_parser, reason
 from bench.schema import CALLS, CAPTURED, COMPILED, EAGER, CallTimes, CapturedRow
 from bench.timing import median_ratio, time_calls, warm_up
 
@@ -34,7 +33,6 @@ def capture(step: Step) -> Step:
 
 
 def make_call(name: str, cell: Cell, problem: Problem) -> Step:
-    """The cell's work, called in this way."""
     forward = cell.bind("ops")
     if name == COMPILED:
         # Inductor would need a C++ compiler where there is no GPU.
@@ -80,20 +78,17 @@ def measure(cell: Cell, rounds: int, device: torch.device) -> CapturedRow:
         if not (on_gpu and calls):
             return CapturedRow(**cell.identity, calls=found)
         in_rounds, times = time_calls(calls, rounds, device)
-    for name in calls:
-        ratio = None if name == EAGER else median_ratio(in_rounds, name, EAGER)
-        found[name] = CallTimes(**times[name], over_eager=ratio)
+    ratios = {name: None if name == EAGER else median_ratio(in_rounds, name, EAGER) for name in calls}
+    found |= {name: CallTimes(**times[name], over_eager=ratios[name]) for name in calls}
     return CapturedRow(**cell.identity, rounds=rounds, calls=found)
 
 
 def show(rows: Sequence[CapturedRow]) -> list:
-    """One line a cell; nothing where nothing was timed."""
     title = f"Called eagerly, compiled, and replayed from a CUDA graph; red above {MOST} of the eager call"
     return [console_table(title, COLUMNS, rows, is_red=is_slow)] if any(row.rounds for row in rows) else []
 
 
 def is_slow(row: CapturedRow) -> bool:
-    """Whether a call failed, or takes longer than it may."""
     return row.failed or any((call.over_eager or 0) > MOST for call in row.calls.values())
 
 
@@ -109,13 +104,11 @@ def main(arguments: list[str], prog: str) -> int:
     options = parser.parse_args(arguments)
     device = device_to_measure()
     cells = make_cells(options.chains, options.dtypes, options.modes, default_shapes(device.type == "cuda"))
-    return record(
-        options.output, "captured", device, show, cells, lambda cell: measure(cell, options.rounds, device), summary
-    )
+    recording = Recording(options.output, "captured", device, show, len(cells))
+    return recording.run(cells, lambda cell: measure(cell, options.rounds, device), summary)
 
 
 def summary(row: CapturedRow) -> str:
-    """One line a call."""
     return "\n".join(f"{row} {name}: {_outcome(call)}" for name, call in row.calls.items())
 
 

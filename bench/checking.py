@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bench.cells import Cell, Problem, make_step
-from bench.chains import Forward, cudnn_setting
-from bench.schema import Errors
+from bench.cells import Cell, Forward, Problem, cudnn_setting, make_step
+from bench.schema import Errors, TimesRow
 
 #: Our error may be this many times PyTorch's ...
 ALLOWANCE = 1.1
@@ -56,29 +55,14 @@ class Comparison:
         return not self.allowance_used <= 1
 
 
-@dataclass(frozen=True)
-class Check:
-    """Every tensor's errors, the output's first, and what they cover."""
-
-    errors: Errors
-    #: The share of the output's gradient that was let through.
-    away_from_jumps: float | None
-    #: All of the batch's samples are compared; this many went through float64 at a time.
-    samples_at_once: int
-
-    @property
-    def is_red(self) -> bool:
-        return worst_of(self.errors).is_red
-
-
 def worst_of(errors: Mapping[str, Any]) -> Comparison:
     """The tensor that uses most of its allowance, of errors by tensor, ours and PyTorch's."""
     comparisons = (Comparison(tensor, *pair) for tensor, pair in errors.items())
     return max(comparisons, key=lambda comparison: (comparison.is_red, comparison.allowance_used))
 
 
-def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Check:
-    """Compare ``ours`` and ``reference`` at the cell's dtype with ``reference`` in float64.
+def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> TimesRow:
+    """Compare ``ours`` and ``reference`` at the cell's dtype with ``reference`` in float64: a row without times.
 
     The gradient jumps at hardtanh's bounds and where another element becomes a row's minimum. Near a jump, rounding
     decides on which side an element lands, and one such flip outweighs every other error. So the gradient at the output
@@ -93,9 +77,8 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
 
     def results(forward, tensors, gradient):
         output, gradients = make_step(cell.mode, forward, tensors, gradient)()
-        return {"output": output.detach()} | {
-            f"d_{name}": gradient for name, gradient in zip(tensors, gradients, strict=False)
-        }
+        named = {f"d_{name}": gradient for name, gradient in zip(tensors, gradients, strict=False)}
+        return {"output": output.detach()} | named
 
     compared = [results(forward, problem.tensors, output_gradient) for forward in (ours, reference)]
     for name, right in compared[1].items():
@@ -105,9 +88,9 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
     over_samples = {"output": cell.chain.sample_dimension, "d_input": 0}
     squares = {name: [[0.0, 0.0], [0.0, 0.0]] for name in compared[1]}  # of difference and size, ours and PyTorch's
 
-    def add(name: str, exact: torch.Tensor, samples: slice | None = None) -> None:
+    def add(name: str, exact: torch.Tensor, samples: slice = slice(None)) -> None:
         for sums, result in zip(squares[name], compared, strict=True):
-            part = _along(over_samples[name], samples, result[name]) if samples else result[name]
+            part = _along(over_samples.get(name, 0), samples, result[name])
             sums[0] += (part.double() - exact).square().sum().item()
             sums[1] += exact.square().sum().item()
 
@@ -115,8 +98,9 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
     samples_at_once = max(1, _ELEMENTS_AT_ONCE * batch // output_gradient.numel())
     for start in range(0, batch, samples_at_once):
         samples = slice(start, start + samples_at_once)
-        tensors = {name: tensor.double() for name, tensor in problem.tensors.items() if name != "input"}
-        tensors = {"input": problem.tensors["input"][samples].double()} | tensors
+        tensors = {
+            name: (tensor[samples] if name == "input" else tensor).double() for name, tensor in problem.tensors.items()
+        }
         # Convolutions then run in PyTorch's own code, as matrix products in float64, independent of what they judge.
         with cudnn_setting("enabled", False):
             part = _along(over_samples["output"], samples, output_gradient).double()
@@ -129,7 +113,7 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ch
     for name, exact in totals.items():
         add(name, exact)
     errors: Errors = {name: (_relative(*sums[0]), _relative(*sums[1])) for name, sums in squares.items()}
-    return Check(errors, away, min(samples_at_once, batch))
+    return TimesRow(**cell.identity, errors=errors, away_from_jumps=away, red=worst_of(errors).is_red)
 
 
 def _relative(difference: float, size: float) -> float:

@@ -1,13 +1,14 @@
 """Rows as tables, on the console and in Markdown: a table is columns, and a column says what it shows of a row."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 from bench.schema import BARE, CALLS, OURS, PYTORCH, CapturedRow, FirstCallRow, Row, TensorParallelRow, TimesRow
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: A column's name, and what it shows of a row. A column that is None for every row is left out.
 Column = tuple[object, Callable[[Any], object]]
@@ -25,18 +26,14 @@ def pair(values: Sequence[float | None] | None) -> str:
     return "–" if values is None else " / ".join(number(value, ".1e") for value in values)
 
 
-def lines_of(columns: Iterable[Column], rows: Iterable[object]) -> list[list[str]]:
+def lines_of(columns: Iterable[Column], rows: Collection[object]) -> list[list[str]]:
     """The names of the columns of which something is known, then what they show of each row."""
-    rows = list(rows)
-    shown = [(str(name), [read(row) for row in rows]) for name, read in columns]
-    known = [(name, values) for name, values in shown if any(value is not None for value in values)]
-    values_of_rows = zip(*(values for _, values in known), strict=True)
-    return [[name for name, _ in known]] + [
-        ["–" if value is None else str(value) for value in values] for values in values_of_rows
-    ]
+    shown = ([name, *map(read, rows)] for name, read in columns)
+    known = [values for values in shown if any(value is not None for value in values[1:])]
+    return [["–" if value is None else str(value) for value in line] for line in zip(*known, strict=True)] or [[]]
 
 
-def markdown_table(columns: Iterable[Column], rows: Iterable[object]) -> str:
+def markdown_table(columns: Iterable[Column], rows: Collection[object]) -> str:
     names, *lines = lines_of(columns, rows)
     rules = ["---" if name in _WORDS else "---:" for name in names]
     return "\n".join(f"| {' | '.join(line)} |" for line in (names, rules, *lines))
@@ -48,11 +45,7 @@ def console_table(
     rows: Sequence[Row],
     caption: str = "",
     is_red: Callable[[Any], bool] = attrgetter("failed"),
-) -> "Table":
-    """The cells by name, and these columns."""
-    from rich.markup import escape
-    from rich.table import Table
-
+) -> Table:
     names, *lines = lines_of([("cell", str), *columns], rows)
     result = Table(title=title, caption=caption)
     for name in names:
@@ -77,45 +70,37 @@ def of_peer(peer: str, of: str, format: str = ".0f") -> Column:
     return title, lambda row: number(getattr(row.peers[peer], of), format) if peer in row.peers else None
 
 
-def _against(peer: str) -> Column:
+def _against(peer: str, row: TimesRow) -> str | None:
     """Our time over the peer's, and the peer's own microseconds."""
-
-    def read(row: TimesRow) -> str | None:
-        times = row.peer(peer)
-        if times.ours_over is None:
-            return "failed" if times.failure else "–" if peer in row.peers else None
-        return f"{times.ours_over:.2f} ({number(times.us)})"
-
-    return peer, read
+    times = row.peer(peer)
+    if times.ours_over is None:
+        return "failed" if times.failure else "–" if peer in row.peers else None
+    return f"{times.ours_over:.2f} ({number(times.us)})"
 
 
 #: Of rows of ``python -m bench``.
 TIMES: list[Column] = [
     ("µs", lambda row: "red" if row.red else number(row.us)),
-    *map(_against, (BARE, *PYTORCH)),
+    *((peer, partial(_against, peer)) for peer in (BARE, *PYTORCH)),
 ]
 
 
-def _of_calls(of: str) -> Callable[[CapturedRow], str | None]:
-    """Microseconds of each call, separated by commas."""
-
-    def read(row: CapturedRow) -> str | None:
-        values = [getattr(row.call(name), of) for name in CALLS]
-        return ", ".join(map(number, values)) if any(values) else None
-
-    return read
+def _of_call(row: CapturedRow, name: str, of: str, format: str) -> str:
+    call = row.call(name)
+    return "failed" if call.failure else number(getattr(call, of), format)
 
 
-def _over_eager(name: str) -> Callable[[CapturedRow], str]:
-    return lambda row: "failed" if row.call(name).failure else number(row.call(name).over_eager, ".3f")
+def _of_calls(row: CapturedRow, of: str) -> str | None:
+    values = [getattr(row.call(name), of) for name in CALLS]
+    return ", ".join(map(number, values)) if any(values) else None
 
 
 CAPTURED: list[Column] = [
-    ("eager, µs", lambda row: "failed" if row.call("eager").failure else number(row.call("eager").us)),
-    ("compiled / eager", _over_eager("compile")),
-    ("graph / eager", _over_eager("graph")),
-    ("host, µs: eager, compiled, graph", _of_calls("host_us")),
-    ("wall clock, µs: eager, compiled, graph", _of_calls("wall_us")),
+    ("eager, µs", lambda row: _of_call(row, "eager", "us", ".0f")),
+    ("compiled / eager", lambda row: _of_call(row, "compile", "over_eager", ".3f")),
+    ("graph / eager", lambda row: _of_call(row, "graph", "over_eager", ".3f")),
+    ("host, µs: eager, compiled, graph", lambda row: _of_calls(row, "host_us")),
+    ("wall clock, µs: eager, compiled, graph", lambda row: _of_calls(row, "wall_us")),
 ]
 
 

@@ -2,21 +2,25 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.cells import Cell, default_shapes, make_cells
+import torch
+
+from bench.cells import CHAINS, Cell, Step, default_shapes, make_cells, make_problem, make_step
 from bench.columns import FIRST_CALL, console_table
-from bench.device import device_to_measure, has_gpu
-from bench.recording import experiment_parser, record
+from bench.recording import Recording, device_to_measure, experiment_parser, has_gpu
 from bench.schema import FirstCallRow
 
 _ROOT = Path(__file__).parents[1]
 #: Seconds after which a process has failed.
 _LONGEST = 600
+_LATER_CALLS = 10
 
 
 def main(arguments: list[str], prog: str) -> int:
@@ -30,25 +34,26 @@ def main(arguments: list[str], prog: str) -> int:
     if not has_gpu():
         parser.error("needs a GPU; in Triton's interpreter nothing is compiled")
     cells = make_cells(options.chains, options.dtypes, ["forward"], default_shapes(on_gpu=True))
-    return record(options.output, "first_call", device_to_measure(), show, cells, measure, _summary)
+    recording = Recording(options.output, "first_call", device_to_measure(), show, len(cells))
+    return recording.run(cells, measure, _summary)
 
 
 def measure(cell: Cell) -> FirstCallRow:
     """What a fresh process with an empty cache says, or why it failed. The precision is PyTorch's default."""
     identity = cell.identity | {"precision": None}
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-m", "bench.first_call_process", cell.chain.name, cell.dtype, cell.shape, "cuda"]
+        command = [sys.executable, "-m", "bench.first_call", cell.chain.name, cell.dtype, cell.shape, "cuda"]
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
         try:
             process = subprocess.run(
-                command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_LONGEST
+                command, cwd=_ROOT, env=environment, timeout=_LONGEST, check=True, capture_output=True, text=True
             )
+            return FirstCallRow(**identity, **json.loads(_last_line(process.stdout)))
         except subprocess.TimeoutExpired:
-            return FirstCallRow(**identity, failure=f"not done after {_LONGEST} s")
-    if process.returncode:
-        failure = _last_line(process.stderr) or f"exit status {process.returncode}"
-        return FirstCallRow(**identity, failure=failure)
-    return FirstCallRow(**identity, **json.loads(_last_line(process.stdout)))
+            failure = f"not done after {_LONGEST} s"
+        except subprocess.CalledProcessError as error:
+            failure = _last_line(error.stderr) or f"exit status {error.returncode}"
+    return FirstCallRow(**identity, failure=failure)
 
 
 def show(rows: Sequence[FirstCallRow]) -> list:
@@ -65,3 +70,66 @@ def _summary(row: FirstCallRow) -> str:
 
 def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
+
+
+def run(chain_name: str, dtype: str, shape: str, device_name: str) -> None:
+    """The fresh process: ``python -m bench.first_call CHAIN DTYPE SHAPE DEVICE``, with an empty folder in
+    TRITON_CACHE_DIR. It prints one line of JSON. Neither ``ops`` nor triton is imported before the time is taken."""
+    device = torch.device(device_name)
+    cell = Cell(CHAINS[chain_name], dtype, None, "forward", shape)
+    problem = make_problem(cell, device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+
+    start = time.perf_counter()
+    import ops  # noqa: F401
+
+    import_s = time.perf_counter() - start
+    step = make_step("forward", cell.bind("ops"), problem.tensors, problem.output_gradient)
+    first_call_s = _seconds(step, synchronize)
+    compiled = compiled_kernels(Path(os.environ["TRITON_CACHE_DIR"]))
+    later = [_seconds(step, synchronize) for _ in range(_LATER_CALLS)]
+    run = _kernels_run(step) if device.type == "cuda" else None
+    found = {
+        "import_s": import_s,
+        "first_call_s": first_call_s,
+        "kernels": compiled,
+        "kernels_not_run": sorted(set(compiled) - run) if run else None,
+        "later_call_us": statistics.median(later) * 1e6,
+    }
+    print(json.dumps(found))
+
+
+def compiled_kernels(cache: Path) -> list[str]:
+    """The name of every kernel that Triton compiled into this cache, one name for each of a kernel's variants."""
+    return sorted(_kernel_name(binary) for binary in cache.rglob("*.cubin"))
+
+
+def _kernel_name(binary: Path) -> str:
+    """What the device calls it, which the description beside it says; the file's name may be shortened."""
+    description = binary.with_suffix(".json")
+    return json.loads(description.read_text()).get("name", binary.stem) if description.exists() else binary.stem
+
+
+def _seconds(step: Step, synchronize: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _kernels_run(step: Step) -> set[str] | None:
+    """The kernels of one call by name, None where the profiler sees none."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    except RuntimeError as error:  # a machine may forbid profiling; the times are still worth having
+        print(f"no profile: {error}", file=sys.stderr)
+        return None
+    return {event.name for event in on_device} or None
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])

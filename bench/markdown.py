@@ -3,8 +3,9 @@
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from bench.columns import (
     of_peer,
     pair,
 )
-from bench.results import BadResult, DeviceResults, by_shape, chains_by_shape, grouped, run_of
+from bench.results import BadResult, DeviceResults, by_shape, chains_by_shape, grouped, runs_of, series
 from bench.schema import BARE, COMPILERS, MODES, OURS, PYTORCH, CommitsRow, Row, TimesRow
-from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_FEATURES, grid_shape
+from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_FEATURES
 
 NOT_MEASURED = "Not measured."
-_WHAT_TIMES_ARE = "normfuse's µs, then for each peer the ratio and the peer's own µs."
 #: The batch at which the host's time is compared with eager PyTorch's.
 _HOST_BATCH = 16
 
@@ -66,29 +66,21 @@ class _Runs:
     """The runs that a page's figures are of, numbered by date."""
 
     def __init__(self, rows: Iterable[Row]):
-        found = dict.fromkeys(map(self._what, sorted(rows, key=lambda row: run_of(row).date)))
-        self._numbers = {what: index for index, what in enumerate(found, 1)}
+        found = dict.fromkeys(map(str, sorted(runs_of(rows), key=attrgetter("date"))))
+        self.numbers = {run: number for number, run in enumerate(found, 1)}
 
-    @staticmethod
-    def _what(row: Row) -> str:
-        return f"{run_of(row).versions}; {run_of(row).state}"
-
-    def _numbers_of(self, rows: Iterable[Row]) -> list[int]:
-        return sorted({self._numbers[self._what(row)] for row in rows})
+    def _of(self, rows: Iterable[Row]) -> list[int]:
+        return sorted({self.numbers[str(row.run)] for row in rows})
 
     def chain(self, rows: Iterable[Row]) -> Column:
         """The chain's column, with each row's run where these are of several."""
-        if len(self._numbers_of(rows)) < 2:
+        if len(self._of(rows)) < 2:
             return CHAIN
-        return "chain", lambda row: f"{row.chain} <sup>{self._numbers[self._what(row)]}</sup>"
+        return "chain", lambda row: f"{row.chain} <sup>{self.numbers[str(row.run)]}</sup>"
 
     def note(self, rows: Iterable[Row]) -> str:
-        """A sentence that names the runs of these rows."""
-        numbers = self._numbers_of(rows)
+        numbers = self._of(rows)
         return f" Run{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}."
-
-    def listed(self) -> str:
-        return "\n".join(f"{index}. {what}" for what, index in self._numbers.items())
 
 
 def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, drawn: Iterable[str]) -> str:
@@ -100,7 +92,6 @@ def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, dra
 
 
 def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
-    """The sections of one device, each a heading and what follows it."""
     runs = _Runs([*results.times, *results.first_call])
 
     def picture(name: str, what: str) -> str:
@@ -115,7 +106,7 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
     sections = {
         "Times": [
             picture("speedup", "How many times as fast as PyTorch each chain is"),
-            *_tables(results.listed, runs, lambda _: TIMES, _TIMES),
+            *_tables(runs, results.listed, _TIMES, lambda _: TIMES),
         ],
         "Errors": [picture("errors", "Error of each chain against float64, beside PyTorch's"), *_errors(results, runs)],
         "Added memory": _memory(results, runs),
@@ -127,60 +118,55 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
         "First call": _table(
             runs, results.first_call, _FIRST_CALL + runs.note(results.first_call), [SHAPE, *FIRST_CALL]
         ),
-        "Runs": [runs.listed()],
+        "Runs": ["\n".join(f"{number}. {run}" for run, number in runs.numbers.items())],
     }
     parts = ([f"### {title}", *([part for part in body if part] or [NOT_MEASURED])] for title, body in sections.items())
     return [f"## {results.device}", *(part for section in parts for part in section)]
-
-
-def _tables(rows: Iterable[TimesRow], runs: _Runs, columns: Callable[[list], list[Column]], what: str) -> list[str]:
-    """A table a product and shape, each below its name."""
-    parts = []
-    for (product, shape), group in grouped(rows, by_shape).items():
-        parts.append(f"{product}, {shape}:{what}")
-        parts.append(markdown_table([runs.chain(group), DTYPE, MODE, *columns(group)], group))
-    return parts
-
-
-def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
-    """A column a tensor."""
-
-    def columns(rows: Iterable[TimesRow]) -> list[Column]:
-        return [_error(tensor) for tensor in dict.fromkeys(tensor for row in rows for tensor in row.errors)]
-
-    found = [row for row in results.listed if row.errors]
-    tables = _tables(found, runs, columns, "")
-    return ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's.", *tables] if found else []
-
-
-def _error(tensor: str) -> Column:
-    return f"`{tensor}`", lambda row: pair(row.errors[tensor]) if tensor in row.errors else None
 
 
 def _table(runs: _Runs, rows: Sequence[Row], what: str, columns: Iterable[Column]) -> list[str]:
     return [what, markdown_table([runs.chain(rows), DTYPE, *columns], rows)] if rows else []
 
 
+def _tables(runs: _Runs, rows: Collection[TimesRow], what: str, columns: Callable[[list], list[Column]]) -> list[str]:
+    """A table a product and shape, each below its name."""
+    return [
+        part
+        for (product, shape), group in grouped(rows, by_shape).items()
+        for part in _table(runs, group, f"{product}, {shape}:{what}", [MODE, *columns(group)])
+    ]
+
+
+def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
+    def columns(rows: Iterable[TimesRow]) -> list[Column]:
+        return [_error(tensor) for tensor in dict.fromkeys(tensor for row in rows for tensor in row.errors)]
+
+    tables = _tables(runs, [row for row in results.listed if row.errors], "", columns)
+    return ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's.", *tables] if tables else []
+
+
+def _error(tensor: str) -> Column:
+    return f"`{tensor}`", lambda row: pair(row.errors.get(tensor))
+
+
 def _memory(results: DeviceResults, runs: _Runs) -> list[str]:
     rows = [row for row in results.listed if row.peer(OURS).added_mb is not None]
-    peers = (of_peer(peer, "added_mb", ".1f") for peer in (OURS, *PYTORCH))
-    what = "MB at the peak of a training step, beyond weights, gradients, input and output."
-    return _table(runs, rows, what, [SHAPE, *peers])
+    columns = [SHAPE, *(of_peer(peer, "added_mb", ".1f") for peer in (OURS, *PYTORCH))]
+    return _table(
+        runs, rows, "MB at the peak of a training step, beyond weights, gradients, input and output.", columns
+    )
 
 
 def _growth(results: DeviceResults, runs: _Runs) -> list[str]:
-    """A summary, then a table of batches by features for each chain, dtype and mode."""
-    groups = grouped(results.grid, lambda row: (row.chain, row.layout, row.mode))
+    groups = grouped(results.grid, series)
     if not groups:
         return []
-    parts = [
+    what = (
         "Batch x features, in_features = out_features: normfuse's time over that of the best of PyTorch. Means are "
-        "geometric; bold: normfuse is slower." + runs.note(results.grid),
-        markdown_table(_SUMMARY, groups.values()),
-    ]
-    for (chain, layout, mode), rows in groups.items():
-        parts += [f"{chain} {layout}, {mode}:", _grid(rows)]
-    return parts
+        "geometric; bold: normfuse is slower." + runs.note(results.grid)
+    )
+    grids = ((f"{chain} {layout}, {mode}:", _grid(rows)) for (chain, layout, mode), rows in groups.items())
+    return [what, markdown_table(_SUMMARY, groups.values()), *(part for grid in grids for part in grid)]
 
 
 def _ratios(rows: Iterable[TimesRow]) -> list[float]:
@@ -188,13 +174,19 @@ def _ratios(rows: Iterable[TimesRow]) -> list[float]:
 
 
 def _worst(rows: Iterable[TimesRow]) -> str | None:
-    timed = [(closest[1], f"{row.shape} ({closest[0]})") for row in rows if (closest := row.closest())]
-    return max(timed, key=lambda each: each[0])[1] if timed else None
+    timed = ((closest[1], f"{row.shape} ({closest[0]})") for row in rows if (closest := row.closest()))
+    return max(timed, key=itemgetter(0), default=(0.0, None))[1]
+
+
+def _of_first(column: Column) -> Column:
+    """A column of lists of rows, which shows what this one does of the first row."""
+    name, read = column
+    return name, lambda rows: read(rows[0])
 
 
 #: Of a list of rows: the sizes of a chain, dtype and mode.
 _SUMMARY: list[Column] = [
-    *((name, lambda rows, read=read: read(rows[0])) for name, read in (CHAIN, DTYPE, MODE)),
+    *map(_of_first, (CHAIN, DTYPE, MODE)),
     ("sizes", lambda rows: f"{len(_ratios(rows))} of {len(GRID)}"),
     ("geometric mean", lambda rows: _mean(_ratios(rows))),
     ("worst", lambda rows: _ratio(max(_ratios(rows), default=None))),
@@ -205,23 +197,17 @@ _SUMMARY: list[Column] = [
 
 def _grid(rows: list[TimesRow]) -> str:
     """Batches down, features across, with the means of both."""
-    by_shape = {row.shape: row for row in rows}
 
-    def found(batches: Iterable[int], sizes: Iterable[int]) -> list[TimesRow]:
-        shapes = [grid_shape(batch, size) for batch in batches for size in sizes]
-        return [by_shape[shape] for shape in shapes if shape in by_shape]
-
-    def entry(batches: Sequence[int], sizes: Sequence[int]) -> str:
-        cells = found(batches, sizes)
+    def entry(sizes: Sequence[int], batches: Sequence[int]) -> str:
+        cells = [row for row in rows if GRID[row.shape][0] in batches and GRID[row.shape][1] in sizes]
         is_red = len(batches) == len(sizes) == 1 and any(row.red for row in cells)
         return "red" if is_red else _mean(_ratios(cells))
 
-    def across(sizes: Sequence[int]) -> Callable[[Sequence[int]], str]:
-        return lambda batches: entry(batches, sizes)
-
-    columns: list[Column] = [("batch", lambda batches: batches[0] if len(batches) == 1 else "mean")]
-    columns += [(size, across([size])) for size in GRID_FEATURES]
-    columns.append(("mean", across(GRID_FEATURES)))
+    columns: list[Column] = [
+        ("batch", lambda batches: batches[0] if len(batches) == 1 else "mean"),
+        *((size, partial(entry, [size])) for size in GRID_FEATURES),
+        ("mean", partial(entry, GRID_FEATURES)),
+    ]
     return markdown_table(columns, [*([batch] for batch in GRID_BATCHES), GRID_BATCHES])
 
 
@@ -248,52 +234,47 @@ def _mean(ratios: list[float]) -> str:
 
 # Tables within other pages
 
-#: Rows of the table ``times``, by chain's product: what ``Row.layout`` says.
-_MAIN = {
-    "GEMM": ("bfloat16", "float32 highest"),
-    "convolution": ("bfloat16 contiguous", "bfloat16 channels_last"),
-}
+#: Rows of the table ``times``: a chain's product, and what ``Row.layout`` says.
+_MAIN = (
+    ("GEMM", "bfloat16"),
+    ("GEMM", "float32 highest"),
+    ("convolution", "bfloat16 contiguous"),
+    ("convolution", "bfloat16 channels_last"),
+)
+
+
+def _with_note(columns: Iterable[Column], rows: Collection[object], note: str) -> str:
+    return f"{markdown_table(columns, rows)}\n\n{note}" if rows else ""
 
 
 def _of_mode(mode: str, column: Column) -> Column:
-    """A column of the row of this mode, of rows by mode; None where there is none."""
+    """A column of lists of rows, which shows what this one does of the row of this mode; None where there is none."""
     name, read = column
-    return name, lambda by_mode: read(by_mode[mode]) if mode in by_mode else None
-
-
-def _any(column: Column) -> Column:
-    """What all of the rows by mode have in common."""
-    name, read = column
-    return name, lambda by_mode: read(next(iter(by_mode.values())))
+    return name, lambda rows: next((read(row) for row in rows if row.mode == mode), None)
 
 
 def _compiled(row: TimesRow) -> str:
     return number(min((us for peer in COMPILERS if (us := row.peer(peer).us) is not None), default=None))
 
 
-def _times_columns(mode: str) -> list[Column]:
-    columns: list[Column] = [
+def _times(mode: str) -> list[Column]:
+    return [
         (f"{mode}, µs: normfuse", lambda row: f"**{number(row.us)}**"),
         ("compile", _compiled),
         ("eager", lambda row: number(row.peer("eager").us)),
     ]
-    return [_of_mode(mode, column) for column in columns]
-
-
-def _by_mode(rows: Iterable[Row], group: Callable) -> list[dict[str, Any]]:
-    """The rows of each group by mode."""
-    return [{row.mode: row for row in rows} for rows in grouped(rows, group).values()]
 
 
 def _main_table(results: DeviceResults) -> str:
-    """One line a chain and dtype, with both modes."""
-    places = [(product, layout) for product, layouts in _MAIN.items() for layout in layouts]
-    sound = [row for row in results.target if not row.red and row.mode in MODES and (row.product, row.layout) in places]
-    sound.sort(key=lambda row: places.index((row.product, row.layout)))
-    cells = [rows for rows in _by_mode(sound, lambda row: (row.chain, row.layout)) if len(rows) == len(MODES)]
-    used = [row for rows in cells for row in rows.values()]
-    columns = [_any(CHAIN), _any(DTYPE), *(column for mode in MODES for column in _times_columns(mode))]
-    columns.append(_of_mode(MODES[0], ("error: normfuse / PyTorch", lambda row: pair(row.errors.get("output")))))
+    sound = [row for row in results.target if not row.red and row.mode in MODES and (row.product, row.layout) in _MAIN]
+    sound.sort(key=lambda row: _MAIN.index((row.product, row.layout)))
+    cells = [rows for rows in grouped(sound, attrgetter("chain", "layout")).values() if len(rows) == len(MODES)]
+    columns = [
+        *map(_of_first, (CHAIN, DTYPE)),
+        *(_of_mode(mode, column) for mode in MODES for column in _times(mode)),
+        _of_mode(MODES[0], ("error: normfuse / PyTorch", lambda row: pair(row.errors.get("output")))),
+    ]
+    used = [row for rows in cells for row in rows]
     shapes = chains_by_shape(used).items()
     sizes = "; ".join(f"{chains}: {FORMS[product]} = {shape}" for (product, shape), chains in shapes)
     note = (
@@ -301,7 +282,7 @@ def _main_table(results: DeviceResults) -> str:
         f"backward pass. {sizes}. `compile`: `torch.compile` in the fastest of the modes measured. Error of the "
         "output: `norm(result - float64) / norm(float64)`."
     )
-    return f"{markdown_table(columns, cells)}\n\n{note}" if cells else ""
+    return _with_note(columns, cells, note)
 
 
 def _error_table(results: DeviceResults) -> str:
@@ -321,7 +302,7 @@ def _error_table(results: DeviceResults) -> str:
         ("of", _largest),
     ]
     groups = grouped(compared, lambda each: (each[0].product, each[0].setting)).values()
-    return f"{markdown_table(columns, groups)}\n\n{results.setup(row for row, *_ in compared)}." if compared else ""
+    return _with_note(columns, groups, f"{results.setup(row for row, *_ in compared)}.")
 
 
 def _largest(group: Iterable[tuple[TimesRow, float, str]]) -> str:
@@ -330,31 +311,32 @@ def _largest(group: Iterable[tuple[TimesRow, float, str]]) -> str:
 
 
 def _rows_table(results: DeviceResults, rows: Sequence[Row], columns: Iterable[Column]) -> str:
-    table = markdown_table([CHAIN, DTYPE, MODE, *columns], rows)
-    return f"{table}\n\n{_times_setup(results, rows)}" if rows else ""
+    return _with_note([CHAIN, DTYPE, MODE, *columns], rows, _times_setup(results, rows))
 
 
-def _wall_ratios(by_mode: Mapping[str, CommitsRow]) -> str:
-    return ", ".join(number(by_mode[mode].wall_ratio, ".2f") if mode in by_mode else "–" for mode in MODES)
+def _wall_ratios(rows: Iterable[CommitsRow]) -> str:
+    by_mode: dict[str, float] = {row.mode: row.wall_ratio for row in rows}
+    return ", ".join(number(by_mode.get(mode), ".2f") for mode in MODES)
 
 
 def _commits_table(results: DeviceResults) -> str:
     rows = results.commits
-    if not rows:
-        return ""
-    columns = [_any(column) for column in (CHAIN, DTYPE, SHAPE)]
-    for mode in MODES:
-        columns.append(_of_mode(mode, field(f"{mode}, µs", "after_us")))
-        columns.append(_of_mode(mode, field("over before", "device_ratio", ".3f")))
-    columns.append(("wall clock over before: forward, training", _wall_ratios))
-    table = markdown_table(columns, _by_mode(rows, lambda row: (row.chain, row.layout, row.shape)))
+    columns: list[Column] = [
+        *map(_of_first, (CHAIN, DTYPE, SHAPE)),
+        *(
+            _of_mode(mode, column)
+            for mode in MODES
+            for column in (field(f"{mode}, µs", "after_us"), field("over before", "device_ratio", ".3f"))
+        ),
+        ("wall clock over before: forward, training", _wall_ratios),
+    ]
+    groups = grouped(rows, attrgetter("chain", "layout", "shape")).values()
     before = ", ".join(dict.fromkeys(row.before[:10] for row in rows))
-    return f"{table}\n\n{_times_setup(results, rows)} Before: commit {before}."
+    return _with_note(columns, groups, f"{_times_setup(results, rows)} Before: commit {before}.")
 
 
-def _times_setup(results: DeviceResults, rows: Sequence[Any]) -> str:
-    """The same, with the rounds and the commits."""
-    states = dict.fromkeys(run_of(row).state for row in sorted(rows, key=lambda row: run_of(row).date))
+def _times_setup(results: DeviceResults, rows: Iterable[Any]) -> str:
+    states = dict.fromkeys(run.state for run in sorted(runs_of(rows), key=attrgetter("date")))
     return f"{results.setup(rows)}. {_rounds(rows)} interleaved rounds; {'; '.join(states)}."
 
 

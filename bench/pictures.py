@@ -8,19 +8,15 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.columns import number
-from bench.results import DeviceResults, chains_by_shape
+from bench.results import BadResult, DeviceResults, chains_by_shape
 from bench.schema import COMPILERS, MODES, TimesRow
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 #: Inches, and dots an inch. A page shows the picture 830 pixels wide, so it has two dots a pixel, for sharp text.
 _WIDTH, _DPI = 8.3, 200
-_CHAINS = ("L94", "L75", "L30", "L19")
 _MODE_TITLES = {"forward": "Forward", "training": "Training step"}
 
 
@@ -40,7 +36,7 @@ class Picture:
     caption: str
     #: What is plotted, one tuple a cell.
     values: tuple[Any, ...]
-    draw: Callable[["Picture", Theme], "Figure"]
+    draw: Callable[["Picture", Theme], Any]
 
     @property
     def digest(self) -> str:
@@ -50,20 +46,26 @@ class Picture:
 
 def pictures_of(results: DeviceResults) -> dict[str, Picture]:
     """By name; a picture of which nothing was measured is left out."""
-    found = {"speedup": _speedup(results), "errors": _errors(results)}
-    found |= {f"growth_{mode}": _growth(results, mode) for mode in MODES}
+    growth = {f"growth_{mode}": _growth(results, mode) for mode in MODES}
+    found = {"speedup": _speedup(results), "errors": _errors(results), **growth}
     return {f"{name}.{results.slug}": picture for name, picture in found.items() if picture}
 
 
 def files_of(results: DeviceResults) -> dict[str, tuple[Picture, Theme]]:
     """What each file shows, by the file's name."""
-    found = pictures_of(results).items()
-    return {f"{name}.{theme}.png": (picture, THEMES[theme]) for name, picture in found for theme in THEMES}
+    return {
+        f"{name}.{theme}.png": (picture, colours)
+        for name, picture in pictures_of(results).items()
+        for theme, colours in THEMES.items()
+    }
 
 
 def draw_all(results: DeviceResults) -> dict[str, bytes]:
-    """PNG files by name, in both themes."""
-    return {name: _png(*shown) for name, shown in files_of(results).items()}
+    """PNG files by name, in both themes; BadResult where matplotlib is missing."""
+    try:
+        return {name: _png(*shown) for name, shown in files_of(results).items()}
+    except ModuleNotFoundError as error:
+        raise BadResult(f'drawing needs {error.name}: pip install "normfuse[bench]"') from None
 
 
 def not_current(results: DeviceResults, folder: Path) -> list[Path]:
@@ -82,11 +84,8 @@ def _contiguous(rows: Iterable[TimesRow]) -> list[TimesRow]:
 
 def _speedup(results: DeviceResults) -> Picture | None:
     rows = [row for row in _contiguous(results.target) if row.dtype == "bfloat16" and row.us]
-    values = tuple(
-        (row.mode, row.chain, _over(row, COMPILERS), _over(row, ("eager",))) for row in rows if row.chain in _CHAINS
-    )
-    compiled = [over for *_, over, _ in values if over is not None]
-    eager = [over for *_, over in values if over is not None]
+    values: Any = tuple((row.mode, row.chain, _over(row, COMPILERS), _over(row, ("eager",))) for row in rows)
+    compiled, eager = ([value[place] for value in values if value[place] is not None] for place in (2, 3))
     if not compiled or not eager:
         return None
     title = f"{_span(compiled)} times as fast as torch.compile, {_span(eager)} times as fast as eager PyTorch"
@@ -104,21 +103,21 @@ def _span(values: list[float]) -> str:
 
 
 def _draw_speedup(picture: Picture, theme: Theme):
-    chains = [chain for chain in _CHAINS if any(value[1] == chain for value in picture.values)]
+    chains = list(dict.fromkeys(value[1] for value in picture.values))
     figure, panels = _labelled_panels(chains, 3.5)
-    series = ((2, "over torch.compile", theme.ours), (3, "over eager PyTorch", theme.second))
-    for panel, (mode, title) in zip(panels[0], _MODE_TITLES.items(), strict=True):
-        for index, (place, label, colour) in enumerate(series):
-            bars = [(chains.index(value[1]), value[place]) for value in picture.values if value[0] == mode]
-            bars = [(at + (index - 0.5) * 0.38, value) for at, value in bars if value is not None]
-            drawn = panel.barh([at for at, _ in bars], [value for _, value in bars], 0.36, color=colour, label=label)
-            panel.bar_label(drawn, fmt="%.2f×", padding=3)
+    series = ((2, -0.19, "over torch.compile", theme.ours), (3, 0.19, "over eager PyTorch", theme.second))
+    for panel, (mode, title) in zip(panels, _MODE_TITLES.items(), strict=True):
+        for place, offset, label, colour in series:
+            found = [value for value in picture.values if value[0] == mode and value[place] is not None]
+            heights = [chains.index(value[1]) + offset for value in found]
+            bars = panel.barh(heights, [value[place] for value in found], 0.36, color=colour, label=label)
+            panel.bar_label(bars, fmt="%.2f×", padding=3)
         panel.axvline(1.0, color=theme.text, linewidth=1)
         panel.set(title=title, xlabel="times as fast (1: as fast as PyTorch)")
         panel.tick_params(length=0)
-    most = max(value for row in picture.values for value in row[2:] if value is not None)
-    panels[0, 0].set(xlim=(0, 1.18 * most))
-    panels[0, 0].legend(loc="upper right", frameon=False)
+    most = max(over for value in picture.values for over in value[2:] if over is not None)
+    panels[0].set(xlim=(0, 1.18 * most))
+    panels[0].legend(loc="upper right", frameon=False)
     return figure
 
 
@@ -127,29 +126,29 @@ def _draw_speedup(picture: Picture, theme: Theme):
 
 def _errors(results: DeviceResults) -> Picture | None:
     """Of the forward pass, the output's errors. Of a training step, those whose ratio to PyTorch's is the largest."""
-    values: list[tuple[Any, ...]] = []
-    used = []
-    for row in _contiguous(results.target):
-        ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
-        if ratios:
-            tensor = max(ratios, key=lambda name: ratios[name])
-            shown = [float(number(error, ".3g")) for error in row.errors[tensor]]
-            values.append((row.mode, f"{row.chain} {row.setting}", tensor, *shown))
-            used.append(row)
-    if not values:
+    used = [(row, tensor) for row in _contiguous(results.target) if (tensor := _worst_tensor(row))]
+    if not used:
         return None
-    found = [ours / torch for _, _, _, ours, torch in values]
-    mean, largest = statistics.geometric_mean(found), max(found)
-    title = f"Errors are {mean:.2f} of PyTorch's on average, at most {largest:.2f}"
-    caption = f"norm(result - float64) / norm(float64), lower is better\n{results.setup(used)}"
-    return Picture(title, caption, tuple(values), _draw_errors)
+    values: Any = tuple(
+        (row.mode, f"{row.chain} {row.setting}", tensor, *(float(number(error, ".3g")) for error in row.errors[tensor]))
+        for row, tensor in used
+    )
+    ratios = [ours / torch for *_, ours, torch in values]
+    title = f"Errors are {statistics.geometric_mean(ratios):.2f} of PyTorch's on average, at most {max(ratios):.2f}"
+    setup = results.setup(row for row, _ in used)
+    return Picture(title, f"norm(result - float64) / norm(float64), lower is better\n{setup}", values, _draw_errors)
+
+
+def _worst_tensor(row: TimesRow) -> str | None:
+    ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
+    return max(ratios, key=lambda tensor: ratios[tensor], default=None)
 
 
 def _draw_errors(picture: Picture, theme: Theme):
     labels = list(dict.fromkeys(value[1] for value in picture.values))
     figure, panels = _labelled_panels(labels, 1.9 + 0.24 * len(labels))
     titles = {"forward": "Forward: output", "training": "Training step: tensor of the largest ratio"}
-    for panel, (mode, title) in zip(panels[0], titles.items(), strict=True):
+    for panel, (mode, title) in zip(panels, titles.items(), strict=True):
         found = [value for value in picture.values if value[0] == mode]
         places = [labels.index(value[1]) for value in found]
         ours, torch = ([value[place] for value in found] for place in (3, 4))
@@ -164,8 +163,8 @@ def _draw_errors(picture: Picture, theme: Theme):
         panel.tick_params(axis="y", length=0)
         panel.grid(axis="x", color=theme.faint, linewidth=0.6)
     errors = [error for value in picture.values for error in value[3:]]
-    panels[0, 0].set(xlim=(min(errors) / 3, max(errors) * 60))  # room for the tensors' names
-    panels[0, 0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
+    panels[0].set(xlim=(min(errors) / 3, max(errors) * 60))  # room for the tensors' names
+    panels[0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
     return figure
 
 
@@ -211,38 +210,33 @@ def _draw_growth(picture: Picture, theme: Theme):
 
 
 def _labelled_panels(labels: Sequence[str], height: float):
-    """A panel a mode, with these labels from the top."""
-    figure, panels = _figure(1, len(MODES), height)
-    panels[0, 0].set_yticks(range(len(labels)), labels)
-    panels[0, 0].invert_yaxis()
-    for panel in panels[0]:
+    figure, (panels,) = _figure(1, len(MODES), height)
+    panels[0].set_yticks(range(len(labels)), labels)
+    panels[0].invert_yaxis()
+    for panel in panels:
         panel.spines[["top", "right", "left"]].set_visible(False)
     return figure, panels
 
 
 def _figure(rows: int, columns: int, height: float):
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    options: dict[str, Any] = {"squeeze": False, "sharex": True, "sharey": True, "layout": "constrained"}
-    return pyplot.subplots(rows, columns, figsize=(_WIDTH, height), **options)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
 
 
 def _png(picture: Picture, theme: Theme) -> bytes:
     """The same bytes for the same picture and versions."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = dict.fromkeys(names, theme.text)
-    style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.page)
-    style |= {"font.size": 9.5, "axes.titlesize": 10.5}
+    text = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    page = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    sizes = {"font.size": 9.5, "axes.titlesize": 10.5}
+    style: dict[Any, Any] = dict.fromkeys(text, theme.text) | dict.fromkeys(page, theme.page) | sizes
     with matplotlib.rc_context(style):
         figure = picture.draw(picture, theme)
         figure.suptitle(picture.title, fontsize=11, fontweight="bold")
         figure.supxlabel(picture.caption, fontsize=8.5)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": None, "Data": picture.digest})
-        pyplot.close(figure)
     return content.getvalue()

@@ -1,8 +1,11 @@
-"""The rows of one run: kept in a file as they come, and shown at the end."""
+"""One run: where it is, what it is measured with, and its rows, kept in a file as they come and shown at the end."""
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,59 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autotune_configs.command_line import Parser, names, positive
 from bench import results
-from bench.cells import DTYPES, Cell
-from bench.chains import CHAINS
-from bench.device import NO_GPU, current_run, name_of
-from bench.schema import ALL_MODES, MODES, SCHEMA, Header, Row
+from bench.cells import CHAINS, DTYPES, Cell
+from bench.schema import ALL_MODES, MODES, SCHEMA, Header, Row, Run
 
 _WIDTH_WHEN_NO_TERMINAL = 200
+
+_ROOT = Path(__file__).parents[1]
+#: The commit's full hash, and whether the tree differs from it.
+_DESCRIBE = ("git", "-C", str(_ROOT), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU and the kernels are to run there."""
+    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
+
+
+def device_to_measure() -> torch.device:
+    """The GPU, or the CPU with Triton told to interpret. Triton reads that when it is imported, so call this first."""
+    if has_gpu():
+        return torch.device("cuda")
+    os.environ["TRITON_INTERPRET"] = "1"
+    return torch.device("cpu")
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter"
+
+
+def current_run(device: torch.device) -> Run:
+    import triton  # not before device_to_measure has decided whether it interprets
+
+    return Run(
+        date=datetime.now(timezone.utc).replace(microsecond=0),
+        # An installed package may lie within another project's repository.
+        commit=_output_of(*_DESCRIBE) if (_ROOT / ".git").exists() else None,
+        driver=_output_of(*_DRIVER) if device.type == "cuda" else None,
+        torch=torch.__version__,
+        triton=triton.__version__,
+    )
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
 
 
 def add_list(
     parser: argparse.ArgumentParser, option: str, known: Iterable[str], default: Iterable[str] | None, more: str = ""
 ) -> None:
-    """An option that takes some of these names."""
+    """An option that takes some of these names, and all of them where it is not given and has no default."""
+    more = more if default else "; all where not given"
     default = default and ",".join(default)
     parser.add_argument(option, type=names(known), default=default, help=f"of {', '.join(known)}{more}")
 
@@ -37,10 +81,9 @@ def experiment_parser(
     rounds: int | None = None,
     epilog: str | None = None,
 ) -> Parser:
-    """With the options of every experiment; those of which there are no defaults mean all where they are not given."""
     parser = Parser(prog=prog, description=description, epilog=epilog)
-    add_list(parser, "--chains", CHAINS, chains, "" if chains else "; all where not given")
-    add_list(parser, "--dtypes", DTYPES, dtypes, "" if dtypes else "; all where not given")
+    add_list(parser, "--chains", CHAINS, chains)
+    add_list(parser, "--dtypes", DTYPES, dtypes)
     if rounds:
         add_list(parser, "--modes", ALL_MODES, MODES, "; forward_grad keeps what a backward pass needs")
         parser.add_argument("--rounds", type=positive, default=rounds, help="timed calls of each, interleaved")
@@ -69,18 +112,15 @@ class Recording:
     ):
         """BadResult where ``path`` cannot be written, which is known before anything is measured."""
         self.rows: list[Any] = []
-        self._path = path
-        self._tables = tables
-        self._on_gpu = device.type == "cuda"
+        self._path, self._tables, self._on_gpu = path, tables, device.type == "cuda"
         self._header = Header(SCHEMA, experiment, name_of(device))
+        self._entries: list[results.Entry] = []
         run = current_run(device)
         self._run = results.plain(run)
-        self._entries: list[results.Entry] = []
-        if path is not None:
-            if path.is_file():
-                header, self._entries = results.read(path)
-                results.require_same(path, header, "this run", self._header)
-            self._save()
+        if path and path.is_file():
+            header, self._entries = results.read(path)
+            results.require_same(path, header, "this run", self._header)
+        self._save()
         self._console = Console(width=None if sys.stdout.isatty() else _WIDTH_WHEN_NO_TERMINAL, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=self._console, transient=True)
@@ -96,18 +136,13 @@ class Recording:
         if self.rows:
             self._console.print(*self._tables(self.rows), sep="\n")
         if self.rows and not self._on_gpu:
-            self._console.print(f"[bold]{NO_GPU}[/]")
-
-    def begin(self, cell: object) -> None:
-        self._progress.update(self._task, description=escape(str(cell)))
+            self._console.print("[bold]No GPU: the kernels ran in Triton's interpreter. Times need a GPU.[/]")
 
     def add(self, row: Row) -> None:
-        """The row of a cell, measured to the end."""
         self.rows.append(row)
         self._progress.advance(self._task)
-        if self._path is not None:
-            self._entries.append(results.Entry(self._run, results.plain(row), str(row)))
-            self._save()
+        self._entries.append(results.Entry(self._run, results.plain(row), str(row)))
+        self._save()
 
     @property
     def status(self) -> int:
@@ -117,30 +152,20 @@ class Recording:
     def say(self, line: str, style: str | None = None) -> None:
         self._progress.console.print(escape(line), style=style)
 
+    def run(self, cells: Sequence[Cell], measure: Callable[[Cell], Any], summary: Callable[[Any], str]) -> int:
+        """Measure cell by cell, with a summary of each; returns the exit status."""
+        with self:
+            for cell in cells:
+                self._progress.update(self._task, description=escape(str(cell)))
+                row = measure(cell)
+                self.add(row)
+                self.say(summary(row), "red" if row.failed else None)
+        return self.status
+
     def _save(self) -> None:
-        assert self._path is not None
-        results.replace(self._path, results.lines_of(self._header, self._entries))
-
-
-def record(
-    path: Path | None,
-    experiment: str,
-    device: torch.device,
-    tables: Callable[[Sequence], Sequence[RenderableType]],
-    cells: Sequence[Cell],
-    measure: Callable[[Cell], Any],
-    summary: Callable[[Any], str],
-) -> int:
-    """Run an experiment, cell by cell, with a summary of each; returns the exit status."""
-    with Recording(path, experiment, device, tables, len(cells)) as recording:
-        for cell in cells:
-            recording.begin(cell)
-            row = measure(cell)
-            recording.add(row)
-            recording.say(summary(row), "red" if row.failed else None)
-    return recording.status
+        if self._path:
+            results.replace(self._path, results.lines_of(self._header, self._entries))
 
 
 def reason(error: Exception) -> str:
-    """The error in one line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -4,15 +4,15 @@ import csv
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from autotune_configs.command_line import Parser
 from bench import pictures
 from bench.markdown import fill_tables, write_page
-from bench.results import BadResult, DeviceResults, read_all, replace
-from bench.schema import ROWS
+from bench.results import DeviceResults, read_all, replace
+from bench.schema import ROWS, Row
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "bench" / "results"
@@ -49,23 +49,17 @@ def main(arguments: list[str], prog: str) -> int:
     others = {_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")} - {page} if in_repository else set()
     folder = page.parent / "pictures"
     names = [name for device in devices for name in pictures.files_of(device)]
-    texts = {page: write_page(devices, folder, page, names).encode()}
-    for other in sorted(others):
-        texts[other] = fill_tables(other.read_text(encoding="utf-8"), devices, other).encode()
+    texts = {page: write_page(devices, folder, page, names).encode()} | {
+        other: fill_tables(other.read_text(encoding="utf-8"), devices, other).encode() for other in sorted(others)
+    }
     if not options.check:
-        return _write(texts | _drawn(devices, folder))
+        pngs = (png for device in devices for png in pictures.draw_all(device).items())
+        return _write(texts | {folder / name: content for name, content in pngs})
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_bytes() != text]
     stale += [path for device in devices for path in pictures.not_current(device, folder)]
     for path in stale:
         print(f"{os.path.relpath(path)} is not current: run the report")
     return int(bool(stale))
-
-
-def _drawn(devices: Sequence[DeviceResults], folder: Path) -> dict[Path, bytes]:
-    try:
-        return {folder / name: content for each in devices for name, content in pictures.draw_all(each).items()}
-    except ModuleNotFoundError as error:
-        raise BadResult(f'drawing needs {error.name}: pip install "normfuse[bench]"') from None
 
 
 def _write(files: dict[Path, bytes]) -> int:
@@ -93,23 +87,19 @@ def flat_table(devices: Sequence[DeviceResults]) -> str:
     return content.getvalue()
 
 
-def _lines(row: Any) -> list[dict]:
-    flat = _flat(row, "")
-    for name in ("peers", "calls"):
-        if by_name := getattr(row, name, None):
-            return [flat | {name.removesuffix("s"): each} | _flat(part, "") for each, part in by_name.items()]
-    return [flat]
+def _lines(row: Row) -> list[dict]:
+    fields = asdict(row)
+    parts = [
+        {what: name} | _flat(times) for what in ("peer", "call") for name, times in fields.pop(f"{what}s", {}).items()
+    ]
+    return [_flat(fields) | part for part in parts or [{}]]
 
 
-def _flat(value: Any, name: str) -> dict:
+def _flat(value: Any, name: str = "") -> dict:
     """Fields by name, with nested names joined by dots; None is left out."""
-    if is_dataclass(value):
-        parts = {each.name: getattr(value, each.name) for each in fields(value) if each.name not in ("peers", "calls")}
-    elif isinstance(value, dict):
-        parts = value
-    elif isinstance(value, tuple):
-        parts = dict(zip(("ours", "torch"), value, strict=True))
-    else:
-        return {} if value is None else {name: " ".join(value) if isinstance(value, list) else value}
-    named = ((f"{name}.{part}" if name else part, each) for part, each in parts.items())
-    return {key: flat for part, each in named for key, flat in _flat(each, part).items()}
+    if isinstance(value, tuple):
+        value = dict(zip(("ours", "torch"), value, strict=True))
+    if isinstance(value, dict):
+        named = ((f"{name}.{part}" if name else part, each) for part, each in value.items())
+        return {key: flat for part, each in named for key, flat in _flat(each, part).items()}
+    return {} if value is None else {name: " ".join(value) if isinstance(value, list) else value}

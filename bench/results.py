@@ -7,9 +7,11 @@ below it were measured.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
-from datetime import datetime, timezone
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
+from datetime import datetime
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,46 +55,40 @@ def read(path: Path) -> tuple[Header, list[Entry]]:
         raise BadResult(f"cannot read {path}: {error.strerror}") from None
     header, *rest = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)] or [{}]
     place = f"{path}, line 1"
-    if header.get("schema") != SCHEMA:
-        raise BadResult(f"{place}: no header of schema {SCHEMA}, got {json.dumps(header.get('schema'))[:40]}")
-    experiment, device = header.get("experiment"), header.get("device")
-    if not (isinstance(experiment, str) and experiment in ROWS and isinstance(device, str)):
-        raise BadResult(f"{place}: the header names no known experiment ({', '.join(ROWS)}) and device")
-    run, entries = None, []
+    schema, experiment, device = map(header.get, ("schema", "experiment", "device"))
+    _require(schema == SCHEMA, place, f"no header of schema {SCHEMA}, got {json.dumps(schema)[:40]}")
+    is_known = isinstance(experiment, str) and experiment in ROWS and isinstance(device, str)
+    _require(is_known, place, f"the header names no known experiment ({', '.join(ROWS)}) and device")
+    known = {each.name for each in fields(ROWS[experiment])}
+    run: Any = None
+    entries = []
     for number, line in enumerate(rest, 2):
         place = f"{path}, line {number}"
         if "run" in line:
             run = line["run"]
-            if not isinstance(run, dict) or not _is_date(run.get("date")):
-                raise BadResult(f"{place}: the run has no date, as in 2026-01-02T03:04:05+00:00")
-        elif run is None:
-            raise BadResult(f"{place}: a row without a run above it")
-        else:
-            entries.append(Entry(run, line, place))
-            _require_known_fields(ROWS[experiment], entries[-1])
+            is_dated = isinstance(run, dict) and _is_date(run.get("date"))
+            _require(is_dated, place, "the run has no date, as in 2026-01-02T03:04:05+00:00")
+            continue
+        _require(run is not None, place, "a row without a run above it")
+        _require(line.keys() <= known, place, f"unknown field {min(line.keys() - known, default='')[:40]!r}")
+        for name in ("chain", "product", "shape", "dtype", "mode"):
+            _require(isinstance(line.get(name), str), place, f"no text {name!r}")
+        entries.append(Entry(run, line, place))
     return Header(SCHEMA, experiment, device), entries
 
 
-def _require_known_fields(row_class: type[Row], entry: Entry) -> None:
-    """BadResult for a row with an unknown field, or without one that says which cell it is of."""
-    unknown = set(entry.row) - {each.name for each in fields(row_class)}
-    if unknown:
-        raise BadResult(f"{entry.place}: unknown field {min(unknown)[:40]!r}")
-    missing = [
-        name for name in ("chain", "product", "shape", "dtype", "mode") if not isinstance(entry.row.get(name), str)
-    ]
-    if missing:
-        raise BadResult(f"{entry.place}: no text {missing[0]!r}")
+def _require(holds: bool, place: str, message: str) -> None:
+    if not holds:
+        raise BadResult(f"{place}: {message}")
 
 
-def _parsed(line: bytes, place: str) -> dict:
+def _parsed(line: bytes, place: str) -> Any:
     try:
         parsed = json.loads(line)
         json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be written again
     except (ValueError, RecursionError) as error:
         raise BadResult(f"{place}: no JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise BadResult(f"{place}: {type(parsed).__name__} where an object is right")
+    _require(isinstance(parsed, dict), place, f"{type(parsed).__name__} where an object is right")
     return parsed
 
 
@@ -106,44 +102,40 @@ def _is_date(text: object) -> bool:
 
 def newest(header: Header, entries: Iterable[Entry]) -> list[Entry]:
     """One entry for each cell, that of the newest run, and of one run the last; in the order of the runs."""
+
+    def time(entry: Entry) -> tuple[datetime, str]:  # runs of the same second are not mixed
+        return datetime.fromisoformat(entry.run["date"]), json.dumps(entry.run, sort_keys=True)
+
     found: dict[tuple, Entry] = {}
-    for entry in sorted(entries, key=_time):
+    for entry in sorted(entries, key=time):
         key = tuple(str(entry.row.get(name)) for name in ROWS[header.experiment].KEY)
         found.pop(key, None)
         found[key] = entry
     return list(found.values())
 
 
-def _time(entry: Entry) -> tuple[datetime, str]:
-    """Sorts by date; runs of the same second are not mixed."""
-    return datetime.fromisoformat(entry.run["date"]), json.dumps(entry.run, sort_keys=True)
-
-
 def lines_of(header: Header, entries: Iterable[Entry]) -> bytes:
     """A file of the newest of these entries, each run's below its line."""
     lines: list[dict] = [asdict(header)]
-    run = None
-    for entry in newest(header, entries):
-        if entry.run != run:
-            run = entry.run
-            lines.append({"run": run})
-        lines.append(entry.row)
+    for run, of_run in groupby(newest(header, entries), attrgetter("run")):
+        lines += [{"run": run}, *(entry.row for entry in of_run)]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
 
 
 def plain(value: Any) -> Any:
     """A dataclass as JSON has it: without default values, with rounded numbers, and None for NaN and infinity."""
+    match value:
+        case dict():
+            return {name: plain(part) for name, part in value.items()}
+        case list() | tuple():
+            return [plain(part) for part in value]
+        case float():
+            return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+        case datetime():
+            return value.isoformat()
     if is_dataclass(value):
         pairs = ((each, getattr(value, each.name)) for each in fields(value))
         return {each.name: plain(part) for each, part in pairs if part != _default(each)}
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     return value
 
 
@@ -153,18 +145,14 @@ def _default(of: Field) -> Any:
 
 def merge(paths: Iterable[Path], into: Path) -> None:
     """Put all rows into one file, with those that it already has. BadResult where experiment or device differ."""
-    headers, entries = {}, []
-    for path in ([into] if into.exists() else []) + list(paths):
-        headers[path], found = read(path)
-        entries += found
-    first = next(iter(headers))
-    for path in headers:
-        require_same(first, headers[first], path, headers[path])
-    replace(into, lines_of(headers[first], entries))
+    contents = [(path, *read(path)) for path in ([into] if into.exists() else []) + list(paths)]
+    first, header, _ = contents[0]
+    for path, other, _ in contents:
+        require_same(first, header, path, other)
+    replace(into, lines_of(header, [entry for *_, entries in contents for entry in entries]))
 
 
 def main(arguments: list[str], prog: str) -> int:
-    """``python -m bench merge``: write the file; returns the exit status."""
     parser = Parser(
         prog=prog,
         description="Put the rows of several results files, of one experiment on one device, into one file, with those "
@@ -196,24 +184,22 @@ def replace(path: Path, content: bytes) -> bool:
     return True
 
 
-def run_of(row: Row) -> Run:
-    assert row.run is not None, "a row that was read has its run"
-    return row.run
+def runs_of(rows: Iterable[Row]) -> Iterable[Run]:
+    """The runs that these rows are of, each once."""
+    return dict.fromkeys(row.run for row in rows if row.run)
 
 
-def grouped(rows: Iterable, group: Callable) -> dict:
+def grouped(rows: Collection, group: Callable) -> dict:
     """Lists of rows by what this says of them, in the order in which they come."""
-    groups: dict = {}
-    for row in rows:
-        groups.setdefault(group(row), []).append(row)
-    return groups
+    return {name: [row for row in rows if group(row) == name] for name in dict.fromkeys(map(group, rows))}
 
 
-def by_shape(row: Row) -> tuple[str, str]:
-    return row.product, row.shape
+by_shape = attrgetter("product", "shape")
+#: What the growth grid has a table of.
+series = attrgetter("chain", "layout", "mode")
 
 
-def chains_by_shape(rows: Iterable[Row]) -> dict[tuple[str, str], str]:
+def chains_by_shape(rows: Collection[Row]) -> dict[tuple[str, str], str]:
     """By product and shape, the names of the chains."""
     return {at: ", ".join(dict.fromkeys(row.chain for row in group)) for at, group in grouped(rows, by_shape).items()}
 
@@ -223,11 +209,11 @@ class DeviceResults:
     """All that is known of one device: the newest row of each cell, in the order in which tables list them."""
 
     device: str
-    times: list[TimesRow]
-    captured: list[CapturedRow]
-    first_call: list[FirstCallRow]
-    tensor_parallel: list[TensorParallelRow]
-    commits: list[CommitsRow]
+    times: list[TimesRow] = field(default_factory=list)
+    captured: list[CapturedRow] = field(default_factory=list)
+    first_call: list[FirstCallRow] = field(default_factory=list)
+    tensor_parallel: list[TensorParallelRow] = field(default_factory=list)
+    commits: list[CommitsRow] = field(default_factory=list)
 
     @property
     def slug(self) -> str:
@@ -236,7 +222,7 @@ class DeviceResults:
 
     def setup(self, rows: Iterable[Row]) -> str:
         """The device, and the versions that these of its rows were measured with."""
-        return ", ".join([self.device, *dict.fromkeys(run_of(row).versions for row in rows)])
+        return ", ".join([self.device, *dict.fromkeys(run.versions for run in runs_of(rows))])
 
     @property
     def target(self) -> list[TimesRow]:
@@ -250,25 +236,18 @@ class DeviceResults:
     @property
     def grid(self) -> list[TimesRow]:
         """The growth grid, with the target shape where more than that was measured."""
-
-        def series(row: TimesRow) -> tuple:
-            return row.chain, row.layout, row.mode
-
         grown = {series(row) for row in self.times if row.shape in GRID and row.shape != TARGET["GEMM"]}
         return [row for row in self.times if row.shape in GRID and series(row) in grown]
 
 
 def read_all(paths: Iterable[Path]) -> list[DeviceResults]:
     """What these files say, by device; BadResult where one of them is not the bench's."""
-    files: dict[Header, list[Entry]] = {}
-    for path in paths:
-        header, entries = read(path)
-        files.setdefault(header, []).extend(entries)
-    devices: dict[str, dict[str, list[Any]]] = {}
-    for header, entries in files.items():
+    contents = [read(path) for path in paths]
+    devices: dict[str, dict[str, Any]] = {}
+    for header, of_one in grouped(contents, itemgetter(0)).items():
+        entries = [entry for _, found in of_one for entry in found]
         rows = [_typed(ROWS[header.experiment], entry) for entry in newest(header, entries)]
-        of_device = devices.setdefault(header.device, {experiment: [] for experiment in ROWS})
-        of_device[header.experiment] = sorted(rows, key=lambda row: row.order)
+        devices.setdefault(header.device, {})[header.experiment] = sorted(rows, key=attrgetter("order"))
     return [DeviceResults(device, **devices[device]) for device in sorted(devices)]
 
 
@@ -282,7 +261,3 @@ def _typed(row_class: type[Row], entry: Entry) -> Row:
         return msgspec.convert(entry.row | {"run": entry.run}, row_class)
     except msgspec.ValidationError as error:
         raise BadResult(f"{entry.place}: {error}") from None
-
-
-def now() -> datetime:
-    return datetime.now(timezone.utc).replace(microsecond=0)

@@ -51,15 +51,17 @@ class Run:
 
     @property
     def versions(self) -> str:
-        names = {"driver": self.driver, "torch": self.torch, "triton": self.triton}
-        return ", ".join(f"{name} {version}" for name, version in names.items() if version)
+        names = ("driver", "torch", "triton")
+        return ", ".join(f"{name} {version}" for name in names if (version := getattr(self, name)))
 
     @property
     def state(self) -> str:
-        """Which code was measured, and on which day."""
         commit, *dirty = (self.commit or "").split("-", 1)
         name = f"commit {'-'.join([commit[:10], *dirty])}" if commit else "an unknown commit"
         return f"{name}, {self.date:%Y-%m-%d}"
+
+    def __str__(self) -> str:
+        return f"{self.versions}; {self.state}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +118,8 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
-    """What one kind of call takes, in microseconds."""
+class CallTimes:
+    """What a call takes that is timed beside others, in microseconds: a peer's, or one way to call a chain."""
 
     #: Of the device.
     us: float | None = None
@@ -126,22 +128,10 @@ class Times:
     #: The wall clock of whole calls in a loop: what a person sees.
     wall_us: float | None = None
     failure: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerTimes(Times):
-    """The times of one peer."""
-
     #: Our time over the peer's: the median of the rounds' ratios.
     ours_over: float | None = None
     #: At the peak of a training step, beyond weights, gradients, input and output.
     added_mb: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallTimes(Times):
-    """The times of one way to call a chain."""
-
     #: Its time over the eager call's: the median of the rounds' ratios.
     over_eager: float | None = None
 
@@ -154,11 +144,11 @@ class TimesRow(Row):
     #: The share of the output's gradient that is away from jumps.
     away_from_jumps: float | None = None
     rounds: int | None = None
-    peers: dict[str, PeerTimes] = field(default_factory=dict)
+    peers: dict[str, CallTimes] = field(default_factory=dict)
 
-    def peer(self, name: str) -> PeerTimes:
+    def peer(self, name: str) -> CallTimes:
         """Empty where the peer was not measured."""
-        return self.peers.get(name, PeerTimes())
+        return self.peers.get(name, CallTimes())
 
     @property
     def us(self) -> float | None:

@@ -9,19 +9,12 @@ FORMS = {
 TARGET = {"GEMM": "1024x8192x8192", "convolution": "128x64x64x256x256x3"}
 SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3"}
 
-#: The growth grid: every batch with every number of features. in_features and out_features are equal.
+#: The growth grid of Linear chains: every batch with every number of features, in and out.
 GRID_BATCHES = (1, 16, 64, 256, 1024, 4096)
 GRID_FEATURES = (1024, 2048, 4096, 8192, 16384)
 GRID_DTYPES = ("bfloat16", "float32")
-
-
-def grid_shape(batch: int, features: int) -> str:
-    """A Linear chain's shape: batch x in_features x out_features."""
-    return f"{batch}x{features}x{features}"
-
-
-#: Cells of the grid by shape: (batch, features).
-GRID = {grid_shape(batch, features): (batch, features) for batch in GRID_BATCHES for features in GRID_FEATURES}
+#: Its cells by shape: (batch, features).
+GRID = {f"{batch}x{size}x{size}": (batch, size) for batch in GRID_BATCHES for size in GRID_FEATURES}
 
 
 def sizes_of(shape: str) -> tuple[int, ...]:

@@ -24,14 +24,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, 
 from torch.distributed.tensor.debug import CommDebugMode
 
 from autotune_configs.command_line import positive
-from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
-from bench.chains import Forward
+from bench.cells import Cell, Forward, Problem, Step, default_shapes, make_cells, make_problem, make_step
 from bench.checking import check, worst_of
 from bench.columns import TENSOR_PARALLEL, console_table, field
-from bench.device import device_to_measure
-from bench.recording import Recording, add_list, experiment_parser
+from bench.recording import Recording, add_list, device_to_measure, experiment_parser
 from bench.schema import TensorParallelRow, Traffic
-from bench.timing import LONGEST_WAIT, DeviceClock, median_ratio, time_loops, time_rounds, warm_up
+from bench.timing import LONGEST_WAIT, device_clock, median_ratio, time_loops, time_rounds, warm_up
 
 #: What the mesh divides.
 DIVIDED = ("channels", "batch")
@@ -61,7 +59,7 @@ class TrafficCounter(CommDebugMode):
 
 def _bytes(tensors: object) -> int:
     if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
+        return tensors.nbytes
     return sum(map(_bytes, tensors)) if isinstance(tensors, (list, tuple)) else 0
 
 
@@ -74,23 +72,15 @@ def placement(name: str, tensor: torch.Tensor, divided: str) -> Placement:
     return Shard(1 if tensor.ndim == 4 and divided == "channels" else 0)
 
 
-def through_shards(forward: Forward, mesh: DeviceMesh, divided: str) -> Forward:
-    """``forward`` on shards, from whole tensors to a whole result."""
-
-    def whole(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return cast(DTensor, forward(distribute(tensors, mesh, divided))).full_tensor()
-
-    return whole
-
-
 def distribute(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, divided: str) -> dict[str, DTensor]:
-    """The shards of tensors that every rank has."""
     return {
-        name: DTensor.from_local(tensor, mesh, [Replicate()]).redistribute(
-            placements=[placement(name, tensor, divided)]
-        )
+        name: _replicated(tensor, mesh).redistribute(placements=[placement(name, tensor, divided)])
         for name, tensor in tensors.items()
     }
+
+
+def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()])
 
 
 def step_on_shards(cell: Cell, problem: Problem, forward: Forward, mesh: DeviceMesh, divided: str) -> Step:
@@ -98,8 +88,8 @@ def step_on_shards(cell: Cell, problem: Problem, forward: Forward, mesh: DeviceM
     with torch.no_grad():
         tensors = distribute(problem.tensors, mesh, divided)
         output = cast(DTensor, forward(tensors))
-    gradient = DTensor.from_local(problem.output_gradient, mesh, [Replicate()])
-    step = make_step(cell.mode, forward, tensors, gradient.redistribute(placements=output.placements))
+    gradient = _replicated(problem.output_gradient, mesh).redistribute(placements=output.placements)
+    step = make_step(cell.mode, forward, tensors, gradient)
 
     def settled() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         output, gradients = step()
@@ -130,20 +120,26 @@ def timed(in_rounds: Mapping[str, Sequence[float]], in_a_row: Mapping[str, Seque
 
 def measure(cell: Cell, divided: str, rounds: int, mesh: DeviceMesh) -> TensorParallelRow:
     """The row, the same on every rank: checked, and timed on GPUs where the result is right on every rank."""
-    on_gpu = mesh.device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    forward, pytorch = _forwards(cell, mesh, divided)
+    device = torch.device(mesh.device_type)
+    on_gpu = device.type == "cuda"
+    forward = cell.bind("ops")
+
+    def on_shards(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:  # from whole tensors to a whole result
+        return cast(DTensor, forward(distribute(tensors, mesh, divided))).full_tensor()
+
     with cell.chain.float32_precision(cell.precision):
         problem = make_problem(cell, device)
-        worst = worst_of(check(cell, problem, through_shards(forward, mesh, divided), pytorch).errors)
-        found = {
-            "red": worst.is_red,
-            "error_ours": worst.ours,
-            "error_torch": worst.torch,
-            "error_tensor": worst.tensor,
-        }
-        found = max(_from_all(found), key=lambda each: (each["red"], each["error_ours"]))
-        row = TensorParallelRow(**cell.identity, divided=divided, gpus=mesh.size(), **found)
+        checked = check(cell, problem, on_shards, _by_pytorch(cell, on_shards))
+        worst = max(_from_all(worst_of(checked.errors)), key=lambda each: (each.is_red, each.ours))
+        row = TensorParallelRow(
+            **cell.identity,
+            divided=divided,
+            gpus=mesh.size(),
+            red=worst.is_red,
+            error_tensor=worst.tensor,
+            error_ours=worst.ours,
+            error_torch=worst.torch,
+        )
         if row.red:
             return row
         calls = {
@@ -160,7 +156,7 @@ def measure(cell: Cell, divided: str, rounds: int, mesh: DeviceMesh) -> TensorPa
             return row
         # All ranks wait equally long, and for as many loops: they call at once.
         signal = torch.zeros(1, device=device)
-        clock = DeviceClock(device, LONGEST_WAIT, lambda: distributed.all_reduce(signal))
+        clock = device_clock(device, LONGEST_WAIT, lambda: distributed.all_reduce(signal))
         in_rounds = time_rounds(calls, rounds, clock)
         _, in_a_row = time_loops(calls, _synchronize_ranks, seconds=0)
     return replace(row, **timed(slowest(_from_all(in_rounds)), slowest(_from_all(in_a_row))))
@@ -171,13 +167,12 @@ def _synchronize_ranks() -> None:
     distributed.barrier()
 
 
-def _forwards(cell: Cell, mesh: DeviceMesh, divided: str) -> tuple[Forward, Forward]:
-    """The chain by the kernels, and by PyTorch: float64 on whole tensors, other dtypes on the same shards.
+def _by_pytorch(cell: Cell, on_shards: Forward) -> Forward:
+    """The chain by PyTorch: float64 on whole tensors, other dtypes on the same shards.
 
     A gradient that is pending a sum over the ranks is rounded once more than on one GPU, in PyTorch's chain as well.
     """
-    forward, whole = cell.bind("ops"), cell.bind("ops.reference")
-    on_shards = through_shards(forward, mesh, divided)
+    whole = cell.bind("ops.reference")
 
     def pytorch(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if tensors["input"].dtype == torch.float64:
@@ -185,11 +180,10 @@ def _forwards(cell: Cell, mesh: DeviceMesh, divided: str) -> tuple[Forward, Forw
         with mock.patch("ops.precision.runs_kernels", lambda tensor: False):
             return on_shards(tensors)
 
-    return forward, pytorch
+    return pytorch
 
 
 def _from_all(found: Any) -> list:
-    """What every rank has found, on every rank."""
     results = [None] * distributed.get_world_size()
     distributed.all_gather_object(results, found)
     return results
@@ -197,9 +191,8 @@ def _from_all(found: Any) -> list:
 
 def run(rank: int, work: Sequence[tuple[Cell, str]], ranks: int, rounds: int, on_gpu: bool, folder: str) -> None:
     """One rank's process. It measures cells, with what the mesh divides of each, writes the rows, and ends."""
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=f"file://{folder}/store",
@@ -207,7 +200,7 @@ def run(rank: int, work: Sequence[tuple[Cell, str]], ranks: int, rounds: int, on
         world_size=ranks,
         timeout=_LONGEST_WAIT_FOR_RANK,
     )
-    mesh = init_device_mesh(device.type, (ranks,))
+    mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
     with open(Path(folder) / f"rows.{rank}", "wb", buffering=0) as file:
         for cell, divided in work:
             file.write(pickle.dumps(measure(cell, divided, rounds, mesh)))
@@ -227,7 +220,6 @@ def cannot_divide(cell: Cell, divided: str, processes: int) -> str | None:
 
 
 def show(rows: Sequence[TensorParallelRow]) -> list:
-    """One line a row. Without GPUs there are errors alone."""
     errors = field("error", "error_ours", ".2e"), field("PyTorch's", "error_torch", ".2e")
     return [console_table("On shards, beside one GPU", [*TENSOR_PARALLEL, *errors], rows)]
 
@@ -253,8 +245,7 @@ def main(arguments: list[str], prog: str, spawn: Callable = multiprocessing.spaw
     with Recording(options.output, "tensor_parallel", device, show, len(pairs)) as recording:
         work = []
         for cell, divided in pairs:
-            why_not = cannot_divide(cell, divided, options.gpus)
-            if why_not:
+            if why_not := cannot_divide(cell, divided, options.gpus):
                 recording.say(f"{cell}: not by {divided}: {why_not}")
             else:
                 work.append((cell, divided))

@@ -5,20 +5,32 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.markup import escape
 
 from autotune_configs.files import lock_at
-from bench.cells import DTYPES, MEMORY_FORMATS, Cell, Problem, Step, make_bare_step, make_cells, make_problem, make_step
-from bench.chains import CHAINS, PRECISIONS, Call
+from bench.cells import (
+    CHAINS,
+    DTYPES,
+    MEMORY_FORMATS,
+    PRECISIONS,
+    Call,
+    Cell,
+    Problem,
+    Step,
+    make_bare_step,
+    make_cells,
+    make_problem,
+    make_step,
+)
 from bench.checking import check, worst_of
 from bench.columns import TIMES, Column, console_table, number
-from bench.device import device_to_measure
-from bench.recording import add_list, experiment_parser, reason, record
+from bench.recording import Recording, add_list, device_to_measure, experiment_parser, reason
 from bench.results import BadResult
-from bench.schema import BARE, OURS, PYTORCH, PeerTimes, TimesRow
+from bench.schema import BARE, OURS, PYTORCH, CallTimes, TimesRow
 from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES, SMALL, TARGET
 from bench.timing import median_ratio, time_calls, warm_up
 
@@ -40,7 +52,6 @@ def _shapes(product: str):
 
 
 def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
-    """The options, and the cells that they choose."""
     parser = experiment_parser(
         prog,
         "Check the chains against float64, then time them beside their peers on a GPU. Lists are separated by commas. "
@@ -96,7 +107,6 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
 
 
 def main(arguments: list[str], prog: str) -> int:
-    """Measure the cells and print what was found; returns the exit status, 1 if a check is red."""
     device = device_to_measure()
     options = _parse(arguments, prog, device.type == "cuda")
     try:
@@ -107,11 +117,10 @@ def main(arguments: list[str], prog: str) -> int:
     def measured(cell: Cell) -> TimesRow:
         return measure(cell, options.peers, options.rounds, device, turn)
 
-    return record(options.output, "times", device, show, options.cells, measured, summary)
+    return Recording(options.output, "times", device, show, len(options.cells)).run(options.cells, measured, summary)
 
 
 def make_call(peer: str, cell: Cell, problem: Problem) -> Call:
-    """The cell's work as ``peer`` does it: ours, bare, eager, compile or compile-max."""
     if peer == BARE:
         return make_bare_step(cell, problem)
     forward = cell.bind("ops" if peer == OURS else "ops.reference")
@@ -133,15 +142,13 @@ def measure(
     ``turn`` is held to check and time, so that processes that share a GPU compile side by side.
     """
     torch._dynamo.reset()
-    row = TimesRow(**cell.identity)
     with cell.chain.float32_precision(cell.precision):
         try:
             problem = make_problem(cell, device)
             with turn:
-                checked = check(cell, problem, cell.bind("ops"), cell.bind("ops.reference"))
+                row = check(cell, problem, cell.bind("ops"), cell.bind("ops.reference"))
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
-            return replace(row, red=True, peers={OURS: PeerTimes(failure=reason(error))})
-        row = replace(row, errors=checked.errors, away_from_jumps=checked.away_from_jumps, red=checked.is_red)
+            return TimesRow(**cell.identity, red=True, peers={OURS: CallTimes(failure=reason(error))})
         if row.red or device.type != "cuda":
             return row
         torch.cuda.empty_cache()  # what float64 took, which cuBLAS and cuDNN could want for workspaces
@@ -165,16 +172,15 @@ def time_peers(
             if cell.mode == "training" and peer != BARE:
                 memory[peer] = measure_memory(call) / 1e6
         except Exception as error:  # so may a compiler, and then the others are still timed
-            found[peer] = PeerTimes(failure=reason(error))
+            found[peer] = CallTimes(failure=reason(error))
         else:
             calls[peer] = call
     if OURS in found:
         return {"red": True, "peers": found}
     with turn:
         in_rounds, times = time_calls(calls, rounds, device)
-    for peer in calls:
-        ours_over = None if peer == OURS else median_ratio(in_rounds, OURS, peer)
-        found[peer] = PeerTimes(**times[peer], ours_over=ours_over, added_mb=memory.get(peer))
+    ratios = {peer: None if peer == OURS else median_ratio(in_rounds, OURS, peer) for peer in calls}
+    found |= {peer: CallTimes(**times[peer], ours_over=ratios[peer], added_mb=memory.get(peer)) for peer in calls}
     return {"rounds": rounds, "peers": {peer: found[peer] for peer in peers}}
 
 
@@ -190,12 +196,10 @@ def measure_memory(step: Step) -> int:
 
 
 def show(rows: Sequence[TimesRow]) -> list:
-    """One line a cell: the errors, and the times where there are any; then one line for each peer that failed."""
-    compared = [row for row in rows if row.errors]
     errors = console_table(
         "Errors against float64",
         _ERRORS,
-        compared,
+        [row for row in rows if row.errors],
         "of every element of every sample; compared: the part of the output that passes a gradient on, away from jumps",
     )
     times = console_table(
@@ -212,18 +216,14 @@ def show(rows: Sequence[TimesRow]) -> list:
     return [errors, *([times] if any(row.peers for row in rows) else []), *failures]
 
 
-def _beside_eager(of: str):
-
-    def read(row: TimesRow) -> str | None:
-        ours, eager = (getattr(row.peer(peer), of) for peer in (OURS, "eager"))
-        return ours and number(ours) + (f" ({number(eager)})" if eager else "")
-
-    return read
+def _beside_eager(of: str, row: TimesRow) -> str | None:
+    ours, eager = (getattr(row.peer(peer), of) for peer in (OURS, "eager"))
+    return ours and number(ours) + (f" ({number(eager)})" if eager else "")
 
 
 _MORE_TIMES: list[Column] = [
-    ("host µs", _beside_eager("host_us")),
-    ("wall µs", _beside_eager("wall_us")),
+    ("host µs", partial(_beside_eager, "host_us")),
+    ("wall µs", partial(_beside_eager, "wall_us")),
     ("added MB", lambda row: (added := row.peer(OURS).added_mb) and number(added, ".1f")),
 ]
 #: The output's errors and those of the tensor that uses most of its allowance.
@@ -238,7 +238,6 @@ _ERRORS: list[Column] = [
 
 
 def summary(row: TimesRow) -> str:
-    """One line on a cell, for while the run goes on."""
     if row.red:
         return f"{row}: RED, not timed: {row.peer(OURS).failure or _what_is_wrong(row)}"
     if row.us is None:

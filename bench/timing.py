@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bench.chains import Call
+from bench.cells import Call
 
 _WARM_UP_CALLS = 3
 #: More than any L2 cache holds. Writing it evicts the inputs.
@@ -25,30 +25,31 @@ _LOOPS, _FEWEST_LOOPS, _LOOPS_SECONDS = 20, 3, 2.0
 Times = dict[str, list[float]]
 
 
-class DeviceClock:
-    """Times one call on the device alone. It is queued while the device waits, and starts with a cold L2 cache."""
+def device_clock(
+    device: torch.device, first_wait: int = _FIRST_WAIT, ready: Callable[[], object] = lambda: None
+) -> Callable[[Call], float]:
+    """Times one call on the device alone, in microseconds. It is queued while the device waits, for ``first_wait``
+    cycles at first, and starts with a cold L2 cache; ``ready`` is queued ahead of it."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    waits: dict[Call, int] = {}
 
-    def __init__(self, device: torch.device, wait: int = _FIRST_WAIT, ready: Callable[[], object] = lambda: None):
-        """``wait`` in cycles at first; ``ready`` is queued ahead of the call."""
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._first_wait, self._ready = wait, ready
-        self._waits: dict[Call, int] = {}
-
-    def microseconds(self, call: Call) -> float:
+    def microseconds(call: Call) -> float:
         while True:
-            wait = self._waits.setdefault(call, self._first_wait)
+            wait = waits.setdefault(call, first_wait)
             torch.cuda._sleep(wait)
-            self._flush.zero_()
-            self._ready()
-            self._start.record()
+            flush.zero_()
+            ready()
+            start.record()
             call()
-            self._end.record()
-            was_queued_in_time = not self._start.query()
+            end.record()
+            was_queued_in_time = not start.query()
             torch.cuda.synchronize()
             if was_queued_in_time or wait >= LONGEST_WAIT:
-                return self._start.elapsed_time(self._end) * 1e3
-            self._waits[call] = 2 * wait
+                return start.elapsed_time(end) * 1e3
+            waits[call] = 2 * wait
+
+    return microseconds
 
 
 def warm_up(call: Call) -> None:
@@ -58,14 +59,14 @@ def warm_up(call: Call) -> None:
     torch.cuda.synchronize()
 
 
-def time_rounds(calls: Mapping[str, Call], rounds: int, clock: DeviceClock) -> Times:
+def time_rounds(calls: Mapping[str, Call], rounds: int, clock: Callable[[Call], float]) -> Times:
     """Of every call in every round, on the device. Each round starts with another call: none has a fixed place."""
     peers = list(calls)
     times: Times = {peer: [] for peer in peers}
     for number in range(rounds):
         first = number % len(peers)
         for peer in peers[first:] + peers[:first]:
-            times[peer].append(clock.microseconds(calls[peer]))
+            times[peer].append(clock(calls[peer]))
     return times
 
 
@@ -102,12 +103,11 @@ def time_loops(
 
 def time_calls(calls: Mapping[str, Call], rounds: int, device: torch.device) -> tuple[Times, dict[str, dict]]:
     """The times of all rounds, and each call's medians: of the device, of the host and of the wall clock."""
-    in_rounds = time_rounds(calls, rounds, DeviceClock(device))
+    in_rounds = time_rounds(calls, rounds, device_clock(device))
     host, wall = time_loops(calls, torch.cuda.synchronize)
     kinds = {"us": in_rounds, "host_us": host, "wall_us": wall}
     return in_rounds, {name: {kind: statistics.median(kinds[kind][name]) for kind in kinds} for name in calls}
 
 
 def median_ratio(times: Mapping[str, Sequence[float]], one: str, other: str) -> float:
-    """The median over the rounds of the one's time over the other's in the same round."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))

@@ -81,7 +81,7 @@ def test_times(calls, monkeypatch):
     monkeypatch.setattr(captured, "make_problem", lambda cell, device: None)
     monkeypatch.setattr(captured, "warm_up", lambda call: call())
     loops = {EAGER: [4.0, 5.0, 9.0], COMPILED: [7.0]}, {EAGER: [25.0], COMPILED: [21.0, 24.0, 22.0]}
-    monkeypatch.setattr(timing, "DeviceClock", lambda device: device)
+    monkeypatch.setattr(timing, "device_clock", lambda device: device)
     monkeypatch.setattr(timing, "time_rounds", time_rounds)
     monkeypatch.setattr(timing, "time_loops", lambda calls, synchronize: loops)
     (cell,) = make_cells(["l94"], ["bfloat16"], ["forward"], default_shapes(on_gpu=True))

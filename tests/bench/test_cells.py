@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cells import DTYPES, Cell, make_bare_step, make_problem, make_step
-from bench.chains import CHAINS, L19, L75, L94
+from bench.cells import CHAINS, DTYPES, Cell, default_shapes, make_bare_step, make_cells, make_problem, make_step
 from bench.schema import ALL_MODES
 
 CPU = torch.device("cpu")
+L94, L75, _, L19 = CHAINS.values()
 SHAPES = {"GEMM": "5x16x24", "convolution": "3x8x16x4x5x3"}
 
 
@@ -26,7 +26,8 @@ def test_names():
 
 
 def test_groups_at_the_target_sizes():
-    groups = {name: chain.num_groups(64 if chain is L19 else 8192) for name, chain in CHAINS.items()}
+    cells = make_cells(CHAINS, ["bfloat16"], ["forward"], default_shapes(on_gpu=True))
+    groups = {cell.chain.name: cell.num_groups for cell in cells}
     assert groups == {"l94": 256, "l75": 512, "l30": 16, "l19": 8}
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench import times
 from bench.columns import console_table, lines_of, markdown_table
-from bench.schema import PeerTimes, TimesRow
+from bench.schema import CallTimes, TimesRow
 
 CELL = {"chain": "L19", "product": "convolution", "shape": "128x64x64x256x256x3", "dtype": "float32"}
 CELL |= {"precision": "high", "mode": "training", "memory_format": "channels_last"}
@@ -21,11 +21,11 @@ ROW = TimesRow(
     away_from_jumps=0.96,
     rounds=3,
     peers={
-        "ours": PeerTimes(us=9000.4, host_us=41.4, wall_us=9020.3, added_mb=2.0),
-        "bare": PeerTimes(us=5000.0, ours_over=1.8),
-        "eager": PeerTimes(us=18000.0, ours_over=0.5, host_us=99.0, wall_us=18040.0),
-        "compile": PeerTimes(us=10000.0, ours_over=0.9),
-        "compile-max": PeerTimes(failure="[no] compiler"),
+        "ours": CallTimes(us=9000.4, host_us=41.4, wall_us=9020.3, added_mb=2.0),
+        "bare": CallTimes(us=5000.0, ours_over=1.8),
+        "eager": CallTimes(us=18000.0, ours_over=0.5, host_us=99.0, wall_us=18040.0),
+        "compile": CallTimes(us=10000.0, ours_over=0.9),
+        "compile-max": CallTimes(failure="[no] compiler"),
     },
 )
 RED = TimesRow(**CELL, errors=ERRORS | {"d_bias": (math.nan, 1e-4)}, red=True)
@@ -93,7 +93,7 @@ def test_alignment():
         (ROW, "9000 µs, 1.80 x bare, 0.90 x compile"),
         (TimesRow(**CELL, errors=ERRORS), "right"),
         (RED, "RED, not timed: the error of d_bias is nan, PyTorch's 1.0e-04"),
-        (TimesRow(**CELL, red=True, peers={"ours": PeerTimes(failure="no")}), "RED, not timed: no"),
+        (TimesRow(**CELL, red=True, peers={"ours": CallTimes(failure="no")}), "RED, not timed: no"),
     ],
     ids=["timed", "not timed", "red", "failed"],
 )

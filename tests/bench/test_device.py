@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from bench import device
+from bench import recording
 
 CPU = torch.device("cpu")
 
 
 def test_run():
-    run = device.current_run(CPU)
+    run = recording.current_run(CPU)
     assert run.torch == torch.__version__ and run.driver is None and run.date.tzinfo is not None
     assert run.commit is None or len(run.commit.removesuffix("-dirty")) == 40
 
@@ -17,9 +17,9 @@ def test_run():
 def test_commit_of_another_project(monkeypatch, tmp_path):
     """An installed package names no commit, though it lies within a repository."""
     (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(device, "_ROOT", tmp_path / "venv" / "site-packages")
-    monkeypatch.setattr(device, "_output_of", lambda *command: pytest.fail(f"it asked {command}"))
-    assert device.current_run(CPU).commit is None
+    monkeypatch.setattr(recording, "_ROOT", tmp_path / "venv" / "site-packages")
+    monkeypatch.setattr(recording, "_output_of", lambda *command: pytest.fail(f"it asked {command}"))
+    assert recording.current_run(CPU).commit is None
 
 
 @pytest.mark.parametrize("setting, expected", [("0", "cuda"), ("", "cuda"), ("1", "cpu")])
@@ -27,11 +27,11 @@ def test_device_to_measure(setting, expected, monkeypatch):
     """The GPU, unless Triton is told to interpret."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", setting)
-    assert device.device_to_measure().type == expected
+    assert recording.device_to_measure().type == expected
 
 
 def test_triton_is_told_to_interpret(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert device.device_to_measure() == CPU
-    assert device.os.environ["TRITON_INTERPRET"] == "1"
+    assert recording.device_to_measure() == CPU
+    assert recording.os.environ["TRITON_INTERPRET"] == "1"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from bench import first_call, recording
 from bench.__main__ import main
 from bench.cells import default_shapes, make_cells
-from bench.first_call_process import compiled_kernels
-from bench.results import now, read_all
+from bench.first_call import compiled_kernels
+from bench.results import read_all
 from bench.schema import FirstCallRow, Run
 from tests.bench.refusals import assert_refused
 
@@ -33,7 +34,7 @@ def python(*arguments, **environment):
 
 def test_process():
     """The process itself, in the interpreter, where nothing is compiled. A row takes what it prints."""
-    arguments = ("-m", "bench.first_call_process", "l75", "bfloat16", "8x64x64", "cpu")
+    arguments = ("-m", "bench.first_call", "l75", "bfloat16", "8x64x64", "cpu")
     result = python(*arguments, TRITON_INTERPRET="1", TRITON_CACHE_DIR="/nonexistent")
     assert result.returncode == 0, result.stderr
     (cell,) = make_cells(["l75"], ["bfloat16"], ["forward"], default_shapes(on_gpu=False))
@@ -51,7 +52,7 @@ def test_without_a_gpu(process, monkeypatch, capsys):
 
 def test_kernels_are_not_imported_ahead():
     """The import that is timed must be the first."""
-    program = "import sys, bench.first_call_process; print(*sys.modules)"
+    program = "import sys, bench.first_call; print(*sys.modules)"
     modules = set(python("-c", program).stdout.split())
     assert "torch" in modules and not {"ops", "triton_kernels", "triton"} & modules
 
@@ -65,7 +66,9 @@ def process(monkeypatch):
         def run(command, *, env, **options):
             cache = Path(env["TRITON_CACHE_DIR"])
             started.append((command, cache, cache.is_dir() and not any(cache.iterdir())))
-            return subprocess.CompletedProcess(command, returncode, stdout, stderr)
+            process = subprocess.CompletedProcess(command, returncode, stdout, stderr)
+            process.check_returncode()
+            return process
 
         monkeypatch.setattr(first_call.subprocess, "run", run)
         return started
@@ -98,7 +101,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(first_call, "has_gpu", lambda: True)
     monkeypatch.setattr(first_call, "device_to_measure", lambda: torch.device("cuda"))
     monkeypatch.setattr(recording, "name_of", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(recording, "current_run", lambda device: Run(now()))
+    monkeypatch.setattr(recording, "current_run", lambda device: Run(datetime.now(timezone.utc)))
 
 
 def test_failure(process, gpu, tmp_path, capsys):
@@ -153,7 +156,7 @@ import triton
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bench.first_call_process import compiled_kernels
+from bench.first_call import compiled_kernels
 
 @triton.jit
 def fill(output, SIZE: tl.constexpr):

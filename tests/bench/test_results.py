@@ -12,7 +12,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.results import BadResult, Entry, lines_of, merge, newest, plain, read, read_all
-from bench.schema import SCHEMA, FirstCallRow, Header, PeerTimes, Run, TimesRow
+from bench.schema import SCHEMA, CallTimes, FirstCallRow, Header, Run, TimesRow
 from tests.bench.result_files import CONVOLUTION, RUN, TARGET, cell, first_call, header, lines, rows, write
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_grid(tmp_path):
 
 def test_plain():
     """Defaults are left out, numbers have six digits, and NaN is None."""
-    row = TimesRow(**cell(), errors={"output": (math.nan, 1.23456789e-7)}, peers={"ours": PeerTimes(us=1234567.8)})
+    row = TimesRow(**cell(), errors={"output": (math.nan, 1.23456789e-7)}, peers={"ours": CallTimes(us=1234567.8)})
     assert plain(row) == cell(errors={"output": [None, 1.23457e-7]}, peers={"ours": {"us": 1234570.0}})
     assert plain(FirstCallRow(**cell(), kernels_not_run=[]))["kernels_not_run"] == []  # known to be none
     run = read_run()

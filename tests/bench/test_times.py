@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from bench import times, timing
-from bench.cells import Cell
-from bench.chains import L30
-from bench.checking import Check
-from bench.schema import PeerTimes
+from bench.cells import CHAINS, Cell
+from bench.schema import CallTimes, TimesRow
 
-FORWARD = Cell(L30, "bfloat16", None, "forward", "16x64x64")
-TRAINING = Cell(L30, "bfloat16", None, "training", "16x64x64")
+FORWARD = Cell(CHAINS["l30"], "bfloat16", None, "forward", "16x64x64")
+TRAINING = Cell(CHAINS["l30"], "bfloat16", None, "training", "16x64x64")
 CUDA = torch.device("cuda")
 TIMES = {"ours": [8e3, 9e3, 1e4], "bare": [5e3, 5e3, 5e3], "eager": [1.6e4, 1.8e4, 2e4], "compile": [2e4, 3e4, 1e3]}
 
@@ -36,7 +34,7 @@ def clocks(monkeypatch):
             raise RuntimeError("no compiler")
         return lambda: None
 
-    monkeypatch.setattr(timing, "DeviceClock", lambda device: device)
+    monkeypatch.setattr(timing, "device_clock", lambda device: device)
     monkeypatch.setattr(timing, "time_rounds", time_rounds)
     monkeypatch.setattr(timing, "time_loops", time_loops)
     monkeypatch.setattr(times, "make_call", make_call)
@@ -55,10 +53,10 @@ def test_times(clocks):
     assert found(FORWARD) == {
         "rounds": 3,
         "peers": {
-            "ours": PeerTimes(us=9e3, host_us=5.0, wall_us=7.0),
-            "bare": PeerTimes(us=5e3, ours_over=1.8, host_us=5.0, wall_us=7.0),
-            "eager": PeerTimes(us=1.8e4, ours_over=0.5, host_us=5.0, wall_us=7.0),
-            "compile": PeerTimes(us=2e4, ours_over=0.4, host_us=5.0, wall_us=7.0),
+            "ours": CallTimes(us=9e3, host_us=5.0, wall_us=7.0),
+            "bare": CallTimes(us=5e3, ours_over=1.8, host_us=5.0, wall_us=7.0),
+            "eager": CallTimes(us=1.8e4, ours_over=0.5, host_us=5.0, wall_us=7.0),
+            "compile": CallTimes(us=2e4, ours_over=0.4, host_us=5.0, wall_us=7.0),
         },
     }
     assert clocks == [(what, "ours", "bare", "eager", "compile") for what in ("rounds", "loops")]
@@ -74,13 +72,13 @@ def test_peer_that_fails(clocks):
     """The others are still timed."""
     clocks.append("compile")
     peers = found(FORWARD)["peers"]
-    assert peers["compile"] == PeerTimes(failure="RuntimeError: no compiler") and peers["eager"].us == 1.8e4
+    assert peers["compile"] == CallTimes(failure="RuntimeError: no compiler") and peers["eager"].us == 1.8e4
 
 
 def test_ours_that_fails(clocks):
     """The row is red, and nothing is timed."""
     clocks.append("ours")
-    assert found(FORWARD) == {"red": True, "peers": {"ours": PeerTimes(failure="RuntimeError: no compiler")}}
+    assert found(FORWARD) == {"red": True, "peers": {"ours": CallTimes(failure="RuntimeError: no compiler")}}
     assert clocks == ["ours"]
 
 
@@ -90,7 +88,8 @@ def checked(monkeypatch, clocks):
 
     def of(ours, device=CUDA):
         errors = {"output": (1e-4, 2e-4), "d_weight": (ours, 1e-4)}
-        monkeypatch.setattr(times, "check", lambda *arguments: Check(errors, 0.9, 7))
+        row = TimesRow(**TRAINING.identity, errors=errors, away_from_jumps=0.9, red=ours > 1e-4)
+        monkeypatch.setattr(times, "check", lambda *arguments: row)
         return times.measure(TRAINING, ["bare"], 3, device, contextlib.nullcontext())
 
     return of
