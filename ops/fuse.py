@@ -177,7 +177,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _fused(module: nn.Module, path: str) -> tuple[FusedForward | None, list[FusionEntry]]:
     """The module's new forward, if it has a chain, and what was found in it; NotTraceable where it cannot be traced."""
     graph = trace(module)
-    matches = fuse_matching.find(graph, module)
+    matches = list(fuse_matching.find(graph, module))
     entries = [
         FusionEntry(path, match.chain, tuple(step.name for step in match.steps), match.refusal) for match in matches
     ]

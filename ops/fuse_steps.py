@@ -1,4 +1,4 @@
-"""What each node of a traced forward computes, as far as a chain may have it."""
+"""What each node of a traced forward computes, as far as a chain may have it, and how PyTorch spells that."""
 
 import itertools
 import math
@@ -14,7 +14,6 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ops import checks, submodules
-from ops.fuse_spellings import OF_CALLS, OF_MODULES, REQUIRED, TENSORS, Spelling
 from ops.fuse_tracing import in_place, unpacked
 
 #: Parameters of every function that change nothing of the result, and come last.
@@ -26,6 +25,57 @@ _CONTRACTIONS = (nn.Linear, nn.ConvTranspose2d)
 _FIRST, _SECOND = (0, "values"), (1, "indices")
 _MULTIPLY = (operator.mul, torch.mul, "mul")  # in place, PyTorch has no gradient of z * tanh(softplus(z))
 _TANH = (torch.tanh, "tanh", "tanh_")
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write a step.
+
+    Args:
+        kind: The contraction, pointwise function, norm or reduction of a chain, by its name there.
+        parameters: What it takes beside its input, in PyTorch's order, with the defaults. Modules have attributes of
+            these names.
+        calls: Functions, and methods by their names.
+        module: The module's class, or None.
+    """
+
+    kind: str
+    parameters: dict[str, Any]
+    calls: tuple[Any, ...]
+    module: type[nn.Module] | None = None
+
+
+#: "clamp" becomes a hardtanh, and of "minimum_and_index" the first becomes a row minimum.
+_SPELLINGS = (
+    Spelling("linear", {"weight": _REQUIRED, "bias": None}, (F.linear,), nn.Linear),
+    Spelling(
+        "conv_transpose2d",
+        {
+            **{"weight": _REQUIRED, "bias": None, "stride": 1, "padding": 0},
+            **{"output_padding": 0, "groups": 1, "dilation": 1},
+        },
+        (F.conv_transpose2d,),
+        nn.ConvTranspose2d,
+    ),
+    Spelling(
+        "group_norm",
+        {"num_groups": _REQUIRED, "weight": None, "bias": None, "eps": 1e-5},
+        (F.group_norm, torch.group_norm),
+        nn.GroupNorm,
+    ),
+    Spelling("hardtanh", {"min_val": -1.0, "max_val": 1.0}, (F.hardtanh,), nn.Hardtanh),
+    Spelling("clamp", {"min": None, "max": None}, (torch.clamp, torch.clip, "clamp", "clamp_", "clip", "clip_")),
+    Spelling("mish", {}, (F.mish,), nn.Mish),
+    Spelling("gelu", {"approximate": "none"}, (F.gelu,), nn.GELU),
+    Spelling("row_minimum", {"dim": None, "keepdim": False}, (torch.amin, "amin")),
+    Spelling("minimum_and_index", {"dim": None, "keepdim": False}, (torch.min, "min")),
+    Spelling("add", {"other": _REQUIRED}, (operator.add, torch.add, "add", "add_")),
+)
+_OF_CALLS: dict[Any, Spelling] = {call: spelling for spelling in _SPELLINGS for call in spelling.calls}
+_OF_MODULES = {spelling.module: spelling for spelling in _SPELLINGS if spelling.module is not None}
+#: Operands that are tensors. All others are numbers, pairs of them or text.
+TENSORS = ("weight", "bias", "other")
 
 
 @dataclass(frozen=True)
@@ -88,7 +138,7 @@ def step_of(node: Node, root: nn.Module) -> Step:
 
 
 def _spelling_of(node: Node) -> Spelling | None:
-    return OF_CALLS.get(node.target) if node.op in ("call_function", "call_method") else None
+    return _OF_CALLS.get(node.target) if node.op in ("call_function", "call_method") else None
 
 
 def _attribute(operand: Any) -> Any:
@@ -106,7 +156,7 @@ def _step_of_module(node: Node, root: nn.Module) -> Step:
     module = getattr(root, str(node.target))  # None where a Sequential has such a child
     given = (*node.args, *node.kwargs.values())
     value = given[0] if given and isinstance(given[0], Node) else None
-    for kind, spelling in OF_MODULES.items():
+    for kind, spelling in _OF_MODULES.items():
         if isinstance(module, kind) or (kind in _CONTRACTIONS and kind.__name__ in type(module).__name__):
             operands = {name: Attribute(f"{node.target}.{name}") for name in spelling.parameters}
             refusals = itertools.chain(
@@ -135,7 +185,7 @@ def _bind(node: Node, spelling: Spelling) -> tuple[Any, dict[str, Any]] | None:
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     operands = {name: given.get(name, default) for name, default in spelling.parameters.items()}
     fits = (
-        len(node.args) <= len(names) and {"input"} <= given.keys() <= set(names) and REQUIRED not in operands.values()
+        len(node.args) <= len(names) and {"input"} <= given.keys() <= set(names) and _REQUIRED not in operands.values()
     )
     if not fits or not (isinstance(given["input"], Node) or spelling.kind == "add"):
         return None
@@ -192,7 +242,7 @@ def _pair_of(node: Node) -> tuple[Node, ...]:
     match node.args:
         case Node() as read, which if is_read and which in (*_FIRST, *_SECOND):
             pair = (read.args[0], read) if read.target is unpacked and read.args[1] == 2 else (read,)
-            return pair if _spelling_of(pair[0]) is OF_CALLS[torch.min] else ()
+            return pair if _spelling_of(pair[0]) is _OF_CALLS[torch.min] else ()
     return ()
 
 
