@@ -14,6 +14,7 @@ float64 do not run the project's operators. And a row minimum gives its gradient
 can express.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-#: The types of almost every argument. They are recognised with one look-up each, as this is on every call's way.
+#: The types of almost every argument.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 #: A dimension of the mesh that divides the channels. One that divides the batch has an axis's number, any other None.
 _CHANNELS = -1
@@ -48,16 +49,9 @@ NORM = Layout(weight_axis=None, axis=1)
 
 
 def is_distributed(*tensors: torch.Tensor | None) -> bool:
-    """Whether any of these is a DTensor."""
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN:
-            return _any_dtensor(tensors)
-    return False
-
-
-def _any_dtensor(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """A DTensor exists only if its module was imported. Importing it takes half a second, so it is not imported
-    here."""
+    """Whether any of these is a DTensor. There is one only if its module was imported, which takes half a second."""
+    if all(type(tensor) in _PLAIN for tensor in tensors):
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
@@ -80,10 +74,8 @@ def on_shards(
     mesh, given = _on_one_mesh(tensors)
     input = given["input"]
     roles = _roles(layout, given)
-    shards = 1
-    for dimension, role in enumerate(roles):
-        shards *= mesh.size(dimension) if role == _CHANNELS else 1
-    _check_whole_groups(layout, given, num_groups, shards, others.get("groups", 1))
+    shards = math.prod([mesh.size(dimension) for dimension, role in enumerate(roles) if role == _CHANNELS])
+    _check_shards(layout, given, num_groups, shards, others.get("groups", 1))
 
     def placed(over_channels: "Placement", over_batch: "Placement | None" = None) -> tuple["Placement", ...]:
         """Replicate where the mesh divides nothing. Without ``over_batch``, an axis of the batch is sharded."""
@@ -96,24 +88,26 @@ def on_shards(
     for name, tensor in given.items():
         channels = Shard(_channels_of(layout, name, tensor))
         if name != "input":
-            shares[name] = _share(tensor, placed(channels, Replicate()), placed(channels, Partial()))
+            placements, of_gradient = placed(channels, Replicate()), placed(channels, Partial())
         elif layout.weight_axis is None:
-            shares[name] = _share(tensor, placed(channels), placed(channels))
+            placements = of_gradient = placed(channels)
         else:
-            shares[name] = _share(tensor, placed(Replicate()), placed(Partial()))
+            placements, of_gradient = placed(Replicate()), placed(Partial())
+        if tensor.placements != placements:
+            tensor = tensor.redistribute(placements=placements)
+        shares[name] = tensor.to_local(grad_placements=of_gradient)
     if num_groups is not None:
         others["num_groups"] = num_groups // shards
     share = function(**shares, **others)
 
     axis = layout.axis % share.ndim
-    shape = list(share.shape)
-    shape[axis] *= shards
-    for role in roles:
-        if role is not None and role != _CHANNELS:
-            shape[role] = input.shape[role]  # the parts of different ranks may differ in size
-    return DTensor.from_local(
-        share, mesh, placed(Shard(axis)), shape=torch.Size(shape), stride=_dense_strides(shape, share)
-    )
+    # The parts of the batch that different ranks have may differ in size.
+    shape = [
+        input.shape[i] if i in roles else size * (shards if i == axis else 1) for i, size in enumerate(share.shape)
+    ]
+    order = sorted(range(share.ndim), key=lambda axis: (-share.stride()[axis], axis))
+    strides = torch.empty_permuted(shape, order, device="meta").stride()
+    return DTensor.from_local(share, mesh, placed(Shard(axis)), shape=torch.Size(shape), stride=strides)
 
 
 def minimum_on_shards(
@@ -163,8 +157,8 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for child in module.modules():
-        if isinstance(child, torch.nn.GroupNorm) and child.num_groups % mesh.size() != 0:
-            raise ValueError(_cut_groups(child.num_groups, mesh.size()))
+        if isinstance(child, torch.nn.GroupNorm):
+            _require_whole_groups(child.num_groups, mesh.size())
     for key, parameter in list(module.named_parameters(recurse=False)):
         placements = [Shard(_channels_in(module, key, parameter))] * mesh.ndim
         sharded = distribute_tensor(parameter.detach(), mesh, placements)
@@ -197,15 +191,12 @@ def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMes
     from torch.distributed.tensor import DTensor
 
     first, mesh = next((name, each.device_mesh) for name, each in tensors.items() if isinstance(each, DTensor))
-    given = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be a DTensor, as {first} is, got {type(tensor).__name__}")
         if tensor.device_mesh != mesh:
             raise ValueError(f"{name} must be on {first}'s device mesh {mesh}, got {tensor.device_mesh}")
-        given[name] = tensor
     return mesh, given
 
 
@@ -235,43 +226,22 @@ def _holder_of_channels(layout: Layout) -> str:
     return "input" if layout.weight_axis is None else "weight"
 
 
-def _check_whole_groups(
+def _check_shards(
     layout: Layout, tensors: Mapping[str, "DTensor"], num_groups: int | None, shards: int, convolution_groups: int
 ) -> None:
-    if shards == 1:
-        return
-    if convolution_groups != 1:
-        raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {convolution_groups}")
-    if num_groups is not None:
-        if num_groups % shards != 0:
-            raise ValueError(_cut_groups(num_groups, shards))
-        return
     name = _holder_of_channels(layout)
     channels = tensors[name].shape[_channels_of(layout, name, tensors[name])]
-    if channels % shards != 0:
+    if shards > 1 and convolution_groups != 1:
+        raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {convolution_groups}")
+    if num_groups is not None:
+        _require_whole_groups(num_groups, shards)
+    elif channels % shards != 0:
         raise ValueError(f"{name}'s number of channels must be a multiple of its {shards} shards, got {channels}")
 
 
-def _cut_groups(num_groups: int, shards: int) -> str:
-    return (
-        f"num_groups must be a multiple of the {shards} shards of the channels, each of which holds whole groups, "
-        f"got {num_groups}"
-    )
-
-
-def _share(
-    tensor: "DTensor", placements: tuple["Placement", ...], gradient_placements: tuple["Placement", ...]
-) -> torch.Tensor:
-    """This rank's part of a tensor with these placements, and with these placements of its gradient."""
-    if tensor.placements != placements:
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local(grad_placements=gradient_placements)
-
-
-def _dense_strides(shape: list[int], like: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor of this shape whose axes are in the memory order of ``like``'s."""
-    strides, step = [0] * len(shape), 1
-    for axis in sorted(range(len(shape)), key=lambda axis: (like.stride(axis), -axis)):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return tuple(strides)
+def _require_whole_groups(num_groups: int, shards: int) -> None:
+    if num_groups % shards != 0:
+        raise ValueError(
+            f"num_groups must be a multiple of the {shards} shards of the channels, each of which holds whole groups, "
+            f"got {num_groups}"
+        )
