@@ -16,6 +16,7 @@ _LARGEST = sys.float_info.max
 _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
 #: The types of almost every argument. ``plain`` returns them at once.
 _AS_THEY_ARE = (int, float, bool, str, type(None))
+_OF_TORCH = (torch.Tensor, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -23,9 +24,8 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
     """All tensors are dense and have a supported dtype. All are on one device and, outside autocast, have one dtype.
     An optional one may be None."""
     first_name, first = next(iter(required.items()))
-    for name, tensor in (required | optional).items():
-        if tensor is None and name in optional:
-            continue
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in (required | given).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in _DTYPES:
@@ -77,13 +77,11 @@ def plain(value: Any) -> Any:
     and numbers too large for a float.
     """
     kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if kind in _AS_THEY_ARE or isinstance(value, _OF_TORCH):
         return value
     if isinstance(value, (tuple, list)):
         numbers = [plain(each) for each in value]
         return numbers if isinstance(value, list) else tuple(numbers)
-    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
-        return value
     try:
         if hasattr(kind, "__index__"):
             return operator.index(value)
@@ -145,9 +143,7 @@ def real(name: str, value: float) -> float:
 
 def groups(channels: int, num_groups: int) -> int:
     """num_groups as an int. It is at least 1 and divides the number of channels."""
-    num_groups = integer("num_groups", num_groups)
-    if num_groups < 1:
-        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+    num_groups = size("num_groups", num_groups)
     if channels % num_groups != 0:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
     return num_groups

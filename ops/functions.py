@@ -9,8 +9,8 @@ from triton_kernels import chains
 
 def _callable(chain, names: str) -> Chain:
     """The declaration as a function, with the names of its operands; those of numbers are joined by a slash."""
-    split = [tuple(name.split("/")) if "/" in name else name for name in names.split()]
-    return Chain(chain.contraction, chain.before, chain.norm, chain.after, chain.reduction, names=tuple(split))
+    split = tuple(tuple(name.split("/")) if "/" in name else name for name in names.split())
+    return Chain(chain.contraction, chain.before, chain.norm, chain.after, chain.reduction, names=split)
 
 
 L94 = _callable(chains.LINEAR_HARDTANH_MISH_GROUP_NORM, "linear_bias bias min_val/max_val norm_weight norm_bias")
@@ -168,8 +168,8 @@ def gelu_group_norm(
         TypeError: An argument has the wrong type, dtype or layout.
         ValueError: An argument has the wrong shape, device or value.
     """
-    chain = GELU_GROUP_NORM[checks.approximate(approximate)]
-    return chain.apply((input, None, weight, bias, None), (), num_groups, eps)
+    row = (input, None, weight, bias, None)
+    return GELU_GROUP_NORM[checks.approximate(approximate)].apply(row, (), num_groups, eps)
 
 
 def linear_hardtanh_mish_group_norm(
