@@ -16,7 +16,6 @@ _LARGEST = sys.float_info.max
 _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
 #: The types of almost every argument. ``plain`` returns them at once.
 _AS_THEY_ARE = (int, float, bool, str, type(None))
-_OF_TORCH = (torch.Tensor, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -77,7 +76,7 @@ def plain(value: Any) -> Any:
     and numbers too large for a float.
     """
     kind = type(value)
-    if kind in _AS_THEY_ARE or isinstance(value, _OF_TORCH):
+    if kind in _AS_THEY_ARE or isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
         return value
     if isinstance(value, (tuple, list)):
         numbers = [plain(each) for each in value]
@@ -95,8 +94,6 @@ def plain(value: Any) -> Any:
 
 def integer(name: str, value: SupportsIndex) -> int:
     """``value`` as an int; a symbolic int stays one. A bool is refused, as PyTorch does."""
-    if type(value) is int:
-        return value
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, _INTEGERS):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -125,8 +122,6 @@ def shape(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
 
 def real(name: str, value: float) -> float:
     """``value`` as an int or a float, within the range of a float. A bool is refused."""
-    if type(value) is float:
-        return value
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         if isinstance(value, Real) and not isinstance(value, bool):

@@ -29,8 +29,7 @@ class FusedForward:
         self.original: Any = type(module).forward
         self.parameters = parameters_of(self.original)
         self.sequence = tuple(module._modules) if is_sequential(module) else None
-        nodes = [step.nodes[-1] for match in chains for step in match.steps]
-        called = [str(node.target) for node in nodes if node.op == "call_module"]
+        called = [str(node.target) for match in chains for node in match.nodes if node.op == "call_module"]
         self.called = {name: type(getattr(module, name)) for name in called}
         self.code = _fingerprint(self.original)
         # The chains as they were written, and the forward with a call in the place of each.

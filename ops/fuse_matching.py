@@ -108,8 +108,9 @@ def _refusals(match: Match, graph: Graph, root: nn.Module) -> Iterator[str]:
         yield "with what follows, they make none of the four chains"
     steps, nodes = match.steps, match.nodes
     yield from (step.refusal for step in steps if step.refusal)
-    used = ((node, user) for node in nodes[:-1] for user in node.users if user not in nodes)
-    yield from (f"{node.name} is used by {user.name} too" for node, user in used)
+    yield from (
+        f"{node.name} is used by {user.name} too" for node in nodes[:-1] for user in node.users if user not in nodes
+    )
     weight, bias = (present(steps[0].operands[name], root) for name in ("weight", "bias"))
     for step in steps[1 : 1 + match.added]:
         vector = present(step.operands["other"], root)
@@ -121,10 +122,13 @@ def _refusals(match: Match, graph: Graph, root: nn.Module) -> Iterator[str]:
     if match.added + (bias is not None) > len(CHAINS[match.chain].biases):
         yield f"{steps[0].name} has a bias, and {steps[1].name} adds another"
     first, last = min(nodes), max(nodes)
-    between = (node for node in graph.nodes if first < node < last and node not in nodes and node.op != "get_attr")
-    yield from (f"{node.name} runs between the chain's steps" for node in between)
-    computed = [each for step in steps for each in step.operands.values() if isinstance(each, Node)]
-    if steps[0].value is None or any(node >= first for node in computed):
+    yield from (
+        f"{node.name} runs between the chain's steps"
+        for node in graph.nodes
+        if first < node < last and node not in nodes and node.op != "get_attr"
+    )
+    operands = (operand for step in steps for operand in step.operands.values())
+    if steps[0].value is None or any(isinstance(each, Node) and each >= first for each in operands):
         yield "a step of it is given what is computed from another"
 
 

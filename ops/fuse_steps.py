@@ -13,12 +13,11 @@ from torch import nn
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ops import checks, submodules
+from ops import checks, convolution, submodules
 from ops.fuse_tracing import in_place, unpacked
 
 #: Parameters of every function that change nothing of the result, and come last.
 _WITHOUT_EFFECT = ("inplace", "cudnn_enabled")
-_PAIRS = ("stride", "padding", "output_padding", "dilation")
 #: Begin a chain. A class with such a name, a quantised one for instance, is reported as left.
 _CONTRACTIONS = (nn.Linear, nn.ConvTranspose2d)
 #: How a minimum with its index is told which of the two to give.
@@ -51,10 +50,7 @@ _SPELLINGS = (
     Spelling("linear", {"weight": _REQUIRED, "bias": None}, (F.linear,), nn.Linear),
     Spelling(
         "conv_transpose2d",
-        {
-            **{"weight": _REQUIRED, "bias": None, "stride": 1, "padding": 0},
-            **{"output_padding": 0, "groups": 1, "dilation": 1},
-        },
+        {"weight": _REQUIRED, "bias": None, **convolution.DEFAULTS},
         (F.conv_transpose2d,),
         nn.ConvTranspose2d,
     ),
@@ -168,8 +164,7 @@ def _step_of_module(node: Node, root: nn.Module) -> Step:
 
 def _module_refusals(node: Node, module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
     """Why a call of this module cannot be part of a fused chain, whatever its operands."""
-    changed = submodules.change(module, kind)
-    if changed:
+    if changed := submodules.change(module, kind):
         yield f"{node.target} {changed}"
     for name, parameter in module.named_parameters(recurse=False):
         # Of FSDP, DTensors are plain tensors by the time of the call; of other origins, fuse_calls finds them then.
@@ -199,7 +194,7 @@ def _refusals(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) 
         if isinstance(operand, (Node, torch.Tensor)):
             yield f"{node.name}'s {name} is computed, not a number"
         pair = operand if isinstance(operand, (tuple, list)) else (operand, operand)
-        if name in _PAIRS and not (len(pair) == 2 and all(isinstance(number, int) for number in pair)):
+        if name in convolution.DEFAULTS and not (len(pair) == 2 and all(isinstance(number, int) for number in pair)):
             yield f"{node.name}'s {name} is {operand}, not a number or two"
     if kind == "hardtanh":
         low, high = plain.values()

@@ -73,9 +73,7 @@ def on_shards(
 
     mesh, given = _on_one_mesh(tensors)
     input = given["input"]
-    roles = _roles(layout, given)
-    shards = math.prod([mesh.size(dimension) for dimension, role in enumerate(roles) if role == _CHANNELS])
-    _check_shards(layout, given, num_groups, shards, others.get("groups", 1))
+    roles, shards = _roles(layout, given, mesh, num_groups, others.get("groups", 1))
 
     def placed(over_channels: "Placement", over_batch: "Placement | None" = None) -> tuple["Placement", ...]:
         """Replicate where the mesh divides nothing. Without ``over_batch``, an axis of the batch is sharded."""
@@ -200,43 +198,43 @@ def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMes
     return mesh, given
 
 
-def _roles(layout: Layout, tensors: Mapping[str, "DTensor"]) -> list[int | None]:
-    """What each dimension of the mesh divides: the channels, an axis of the batch (its number), or nothing (None)."""
+def _roles(
+    layout: Layout,
+    tensors: Mapping[str, "DTensor"],
+    mesh: "DeviceMesh",
+    num_groups: int | None,
+    convolution_groups: int,
+) -> tuple[list[int | None], int]:
+    """What each dimension of the mesh divides: the channels, an axis of the batch (its number), or nothing (None).
+
+    With the number of the channels' shards, each of which holds whole groups.
+    """
     from torch.distributed.tensor import Shard
 
-    input, name = tensors["input"], _holder_of_channels(layout)
-    along = _channels_of(layout, name, tensors[name])
+    input, name = tensors["input"], "input" if layout.weight_axis is None else "weight"
+    holder = tensors[name]
+    along = _channels_of(layout, name, holder)
     batch = range(input.ndim - 1) if layout.axis == -1 else range(1)
     roles: list[int | None] = []
-    for of_input, of_channels in zip(input.placements, tensors[name].placements, strict=True):
+    for of_input, of_channels in zip(input.placements, holder.placements, strict=True):
         # The type itself: a strided shard may be a subclass, and its channels are not neighbours.
         if type(of_channels) is Shard and of_channels.dim == along:
             roles.append(_CHANNELS)
         elif name == "weight" and not of_channels.is_replicate():
-            placements = ", ".join(map(repr, tensors[name].placements))
+            placements = ", ".join(map(repr, holder.placements))
             raise ValueError(f"weight must be replicated or have the placement Shard(dim={along}), got {placements}")
-        elif type(of_input) is Shard and of_input.dim in batch:
-            roles.append(of_input.dim)
         else:
-            roles.append(None)
-    return roles
-
-
-def _holder_of_channels(layout: Layout) -> str:
-    return "input" if layout.weight_axis is None else "weight"
-
-
-def _check_shards(
-    layout: Layout, tensors: Mapping[str, "DTensor"], num_groups: int | None, shards: int, convolution_groups: int
-) -> None:
-    name = _holder_of_channels(layout)
-    channels = tensors[name].shape[_channels_of(layout, name, tensors[name])]
+            roles.append(of_input.dim if type(of_input) is Shard and of_input.dim in batch else None)
+    shards = math.prod([mesh.size(dimension) for dimension, role in enumerate(roles) if role == _CHANNELS])
     if shards > 1 and convolution_groups != 1:
         raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {convolution_groups}")
     if num_groups is not None:
         _require_whole_groups(num_groups, shards)
-    elif channels % shards != 0:
-        raise ValueError(f"{name}'s number of channels must be a multiple of its {shards} shards, got {channels}")
+    elif holder.shape[along] % shards != 0:
+        raise ValueError(
+            f"{name}'s number of channels must be a multiple of its {shards} shards, got {holder.shape[along]}"
+        )
+    return roles, shards
 
 
 def _require_whole_groups(num_groups: int, shards: int) -> None:
