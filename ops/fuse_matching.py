@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_arg
 
 from ops.fuse_calls import CHAINS, fused_or_plain, is_axis_of_four
-from ops.fuse_steps import TENSORS, Attribute, Step, minima_of, present, step_of
+from ops.fuse_steps import TENSORS, Step, minima_of, present, step_of
 from ops.fuse_tracing import in_place
 
 _CONTRACTIONS = {chain.contraction for chain in CHAINS.values()}
@@ -127,8 +127,9 @@ def _refusals(match: Match, graph: Graph, root: nn.Module) -> Iterator[str]:
         for node in graph.nodes
         if first < node < last and node not in nodes and node.op != "get_attr"
     )
-    operands = (operand for step in steps for operand in step.operands.values())
-    if steps[0].value is None or any(isinstance(each, Node) and each >= first for each in operands):
+    operands = (each for step in steps for each in step.operands.values())
+    computed = (each for each in operands if isinstance(each, Node) and each.op != "get_attr")
+    if steps[0].value is None or any(node >= first for node in computed):
         yield "a step of it is given what is computed from another"
 
 
@@ -150,9 +151,9 @@ def put_call(graph: Graph, match: Match, name: str) -> None:
         plain = graph.placeholder(name)
     nodes = sorted(match.nodes)
     with graph.inserting_before(nodes[0]):
-        arguments, options = map_aggregate(
-            _arguments(match),
-            lambda each: graph.create_node("get_attr", each.path) if isinstance(each, Attribute) else each,
+        # The call reads the attributes itself, since the forward may do so later.
+        arguments, options = map_arg(
+            _arguments(match), lambda node: graph.get_attr(node.target) if node.op == "get_attr" else node
         )
         fused = graph.call_function(fused_or_plain, (plain, *arguments), options)
     match.steps[-1].nodes[-1].replace_all_uses_with(fused)

@@ -75,20 +75,13 @@ TENSORS = ("weight", "bias", "other")
 
 
 @dataclass(frozen=True)
-class Attribute:
-    """An operand that is read from the module at each call: a dotted path from the module."""
-
-    path: str
-
-
-@dataclass(frozen=True)
 class Step:
     """One link of a chain.
 
     Attributes:
         kind: As in a ``Spelling``, "" where no chain has it.
         nodes: The nodes that compute it, from ``value``; the last of them is its result.
-        operands: What it takes besides, by PyTorch's names.
+        operands: What it takes besides, by PyTorch's names. What a child has is a node of its own, outside the graph.
         refusal: Why it cannot be part of a fused chain, or "".
     """
 
@@ -128,8 +121,6 @@ def step_of(node: Node, root: nn.Module) -> Step:
             return unknown  # PyTorch raises an error
         kind = "hardtanh"
         operands = {"min_val": -math.inf if low is None else low, "max_val": math.inf if high is None else high}
-    if kind != "row_minimum":  # of which the axis must not change
-        operands = {name: _attribute(operand) for name, operand in operands.items()}
     return Step(kind, nodes, value, operands, next(_refusals(call, kind, operands, root), ""))
 
 
@@ -137,15 +128,10 @@ def _spelling_of(node: Node) -> Spelling | None:
     return _OF_CALLS.get(node.target) if node.op in ("call_function", "call_method") else None
 
 
-def _attribute(operand: Any) -> Any:
-    """An operand, as an Attribute where the node reads it from the module."""
-    is_attribute = isinstance(operand, Node) and operand.op == "get_attr"
-    return Attribute(str(operand.target)) if is_attribute else operand
-
-
 def present(operand: Any, root: nn.Module) -> Any:
-    """What an operand is now, where it is an attribute of the module."""
-    return operator.attrgetter(operand.path)(root) if isinstance(operand, Attribute) else operand
+    """What an operand is now, where it is read from the module."""
+    is_read = isinstance(operand, Node) and operand.op == "get_attr"
+    return operator.attrgetter(operand.target)(root) if is_read else operand
 
 
 def _step_of_module(node: Node, root: nn.Module) -> Step:
@@ -154,7 +140,10 @@ def _step_of_module(node: Node, root: nn.Module) -> Step:
     value = given[0] if given and isinstance(given[0], Node) else None
     for kind, spelling in _OF_MODULES.items():
         if isinstance(module, kind) or (kind in _CONTRACTIONS and kind.__name__ in type(module).__name__):
-            operands = {name: Attribute(f"{node.target}.{name}") for name in spelling.parameters}
+            operands = {
+                name: Node(node.graph, name, "get_attr", f"{node.target}.{name}", (), {})
+                for name in spelling.parameters
+            }
             refusals = itertools.chain(
                 _module_refusals(node, module, kind), _refusals(node, spelling.kind, operands, root)
             )
@@ -189,7 +178,12 @@ def _bind(node: Node, spelling: Spelling) -> tuple[Any, dict[str, Any]] | None:
 
 def _refusals(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> Iterator[str]:
     """Why a function with these operands cannot be part of a fused chain."""
-    plain = {name: checks.plain(present(each, root)) for name, each in operands.items() if name not in TENSORS}
+    # A minimum's axis must not change from call to call.
+    plain = {
+        name: checks.plain(each if kind == "row_minimum" else present(each, root))
+        for name, each in operands.items()
+        if name not in TENSORS
+    }
     for name, operand in plain.items():
         if isinstance(operand, (Node, torch.Tensor)):
             yield f"{node.name}'s {name} is computed, not a number"
@@ -215,7 +209,7 @@ def _add(node: Node, left: Any, right: Any) -> Step:
         left, right = right, left
     if not isinstance(right, Node):
         refusal = f"{node.name} adds {right}, which is no bias"
-    return Step("add", (node,), left, {"other": _attribute(right)}, refusal)
+    return Step("add", (node,), left, {"other": right}, refusal)
 
 
 def _mish(node: Node) -> Step | None:
@@ -243,8 +237,8 @@ def _pair_of(node: Node) -> tuple[Node, ...]:
 
 def _unused(pair: tuple[Node, ...], node: Node) -> list[Node]:
     """What reads the pair beside the node, and is not used."""
-    readers = (reader for each in pair for reader in each.users if _pair_of(reader))
-    return [reader for reader in readers if reader is not node and not reader.users]
+    readers = (reader for each in pair for reader in each.users)
+    return [reader for reader in readers if _pair_of(reader) and reader is not node and not reader.users]
 
 
 def minima_of(pair: Node) -> list[Node]:
