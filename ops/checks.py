@@ -101,7 +101,6 @@ def integer(name: str, value: SupportsIndex) -> int:
 
 
 def size(name: str, value: SupportsIndex) -> int:
-    """``value`` as an int that is at least 1."""
     number = integer(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
@@ -137,7 +136,6 @@ def real(name: str, value: float) -> float:
 
 
 def groups(channels: int, num_groups: int) -> int:
-    """num_groups as an int. It is at least 1 and divides the number of channels."""
     num_groups = size("num_groups", num_groups)
     if channels % num_groups != 0:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
@@ -145,7 +143,6 @@ def groups(channels: int, num_groups: int) -> int:
 
 
 def epsilon(eps: float) -> float:
-    """eps as a float. It is not negative."""
     number = real("eps", eps)
     if not number >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
@@ -153,7 +150,6 @@ def epsilon(eps: float) -> float:
 
 
 def bounds(min_val: float, max_val: float) -> tuple[float, float]:
-    """min_val and max_val as floats. The first is not greater than the second."""
     low, high = real("min_val", min_val), real("max_val", max_val)
     if not low <= high:
         raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")

@@ -103,7 +103,6 @@ def _final_bias(minimum: Step, root: nn.Module) -> tuple[Step, ...]:
 
 
 def _refusals(match: Match, graph: Graph, root: nn.Module) -> Iterator[str]:
-    """Why these steps are left as they are."""
     if not match.chain:
         yield "with what follows, they make none of the four chains"
     steps, nodes = match.steps, match.nodes

@@ -177,7 +177,6 @@ def _bind(node: Node, spelling: Spelling) -> tuple[Any, dict[str, Any]] | None:
 
 
 def _refusals(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> Iterator[str]:
-    """Why a function with these operands cannot be part of a fused chain."""
     # A minimum's axis must not change from call to call.
     plain = {
         name: checks.plain(each if kind == "row_minimum" else present(each, root))

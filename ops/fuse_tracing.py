@@ -154,7 +154,7 @@ def _check_code(forward: types.FunctionType) -> None:
         if operation == "EXTENDED_ARG":
             continue
         reads = operation.startswith(("LOAD_ATTR", "LOAD_METHOD"))
-        if reads and isinstance(found, types.ModuleType):
+        if reads and isinstance(found, types.ModuleType) and found.__name__.split(".")[0] == "torch":
             found, dotted = getattr(found, name, None), f"{dotted}.{name}"
             continue
         is_known = id(found) in _functions() or isinstance(found, (torch.dtype, torch.memory_format))
@@ -169,8 +169,6 @@ def _check_code(forward: types.FunctionType) -> None:
             raise NotTraceable(f"it reads an attribute of the name {name}")
         if operation == "LOAD_GLOBAL":
             found, dotted = forward.__globals__.get(name), name
-            if isinstance(found, types.ModuleType) and found.__name__.split(".")[0] != "torch":
-                raise NotTraceable(f"it uses {name}, where a trace can use functions of tensors in torch alone")
 
 
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:

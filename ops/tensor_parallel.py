@@ -61,9 +61,11 @@ def on_shards(
     layout: Layout,
     tensors: Mapping[str, torch.Tensor | None],
     num_groups: int | None = None,
-    **others: Any,
+    groups: int = 1,
 ) -> "DTensor":
-    """``function(**tensors, num_groups=num_groups, **others)``, each rank on its shards and its part of the groups.
+    """``function(**tensors, num_groups=num_groups)``, each rank on its shards and its part of the groups.
+
+    Without ``num_groups``, the function gets none. ``groups`` are those of a convolution.
 
     All but the placements of ``tensors`` is checked before. Raises TypeError where one of them is no DTensor. Raises
     ValueError where one is on another mesh, where the weight is sharded along an axis other than its channels, and
@@ -73,7 +75,7 @@ def on_shards(
 
     mesh, given = _on_one_mesh(tensors)
     input = given["input"]
-    roles, shards = _roles(layout, given, mesh, num_groups, others.get("groups", 1))
+    roles, shards = _roles(layout, given, mesh, num_groups, groups)
 
     def placed(over_channels: "Placement", over_batch: "Placement | None" = None) -> tuple["Placement", ...]:
         """Replicate where the mesh divides nothing. Without ``over_batch``, an axis of the batch is sharded."""
@@ -94,10 +96,8 @@ def on_shards(
         if tensor.placements != placements:
             tensor = tensor.redistribute(placements=placements)
         shares[name] = tensor.to_local(grad_placements=of_gradient)
-    if num_groups is not None:
-        others["num_groups"] = num_groups // shards
-    share = function(**shares, **others)
-
+    parts = {} if num_groups is None else {"num_groups": num_groups // shards}
+    share = function(**shares, **parts)
     axis = layout.axis % share.ndim
     # The parts of the batch that different ranks have may differ in size.
     shape = [
@@ -113,9 +113,8 @@ def minimum_on_shards(
     tensors: Mapping[str, torch.Tensor | None],
     bias: torch.Tensor | None,
     num_groups: int,
-    **others: Any,
 ) -> "DTensor":
-    """``function(**tensors, num_groups=num_groups, **others) + bias``, of a function of row minima (batch, 1).
+    """``function(**tensors, num_groups=num_groups) + bias``, of a function of row minima (batch, 1).
 
     Every rank gets the minima of all shards and takes the least. The bias is added after that, so the result has the
     bias's placement where the channels are divided. The placement ``Partial("min")`` is not used: a minimum over ranks
@@ -125,7 +124,7 @@ def minimum_on_shards(
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, _ = _on_one_mesh({**tensors, "bias": bias})
-    minima = on_shards(function, Layout(weight_axis=0, axis=1), tensors, num_groups, **others)
+    minima = on_shards(function, Layout(weight_axis=0, axis=1), tensors, num_groups)
     placements = tuple(Replicate() if each == Shard(1) else each for each in minima.placements)
     share = minima.redistribute(placements=placements).to_local().min(dim=1, keepdim=True)[0]
     shape = torch.Size((minima.shape[0], 1))
@@ -164,7 +163,6 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
 
 
 def _channels_in(module: torch.nn.Module, key: str, parameter: torch.Tensor) -> int:
-    """The axis of the channels in a module's parameter."""
     if isinstance(module, torch.nn.Linear):
         return 0
     if isinstance(module, torch.nn.ConvTranspose2d) and key == "weight":
@@ -203,7 +201,7 @@ def _roles(
     tensors: Mapping[str, "DTensor"],
     mesh: "DeviceMesh",
     num_groups: int | None,
-    convolution_groups: int,
+    groups: int,
 ) -> tuple[list[int | None], int]:
     """What each dimension of the mesh divides: the channels, an axis of the batch (its number), or nothing (None).
 
@@ -226,8 +224,8 @@ def _roles(
         else:
             roles.append(of_input.dim if type(of_input) is Shard and of_input.dim in batch else None)
     shards = math.prod([mesh.size(dimension) for dimension, role in enumerate(roles) if role == _CHANNELS])
-    if shards > 1 and convolution_groups != 1:
-        raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {convolution_groups}")
+    if shards > 1 and groups != 1:
+        raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {groups}")
     if num_groups is not None:
         _require_whole_groups(num_groups, shards)
     elif holder.shape[along] % shards != 0:
