@@ -30,8 +30,9 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {tensor.dtype}")
         if tensor.is_nested or tensor.layout != torch.strided:
-            got = "a nested tensor" if tensor.is_nested else tensor.layout
-            raise TypeError(f"{name} must be a dense tensor, got {got}")
+            raise TypeError(
+                f"{name} must be a dense tensor, got {'a nested tensor' if tensor.is_nested else tensor.layout}"
+            )
         if tensor.device != first.device:
             raise ValueError(f"{name} must be on {first_name}'s device {first.device}, got {tensor.device}")
         if tensor.dtype != first.dtype and not precision.autocasts(first.device):

@@ -92,7 +92,7 @@ def _fits(chain, input, weight, biases, operands, last, options) -> bool:
         and (chain.contraction != "linear" or input.ndim == 2)  # GroupNorm takes the second dimension for its channels
         and all(each.shape == (channels,) for each in vectors)
         and all(each.ndim in (1, 2) and each.shape[-1] == each.numel() == channels for each in added)
-        and all(is_axis_of_four(each) for each in last)
+        and all(checks.is_channel_axis(each.shape) and each.numel() > 0 for each in last)
         and all(abs(bound) <= largest or math.isinf(bound) for bound in bounds)
     )
 
@@ -103,11 +103,6 @@ def _overrides_functions(kind: type[torch.Tensor]) -> bool:
     ``torch.overrides.has_torch_function`` is also true of plain tensors within ``with torch.device(...)``.
     """
     return kind is not torch.Tensor and kind.__torch_function__ is not nn.Parameter.__torch_function__
-
-
-def is_axis_of_four(bias: torch.Tensor) -> bool:
-    """Of shape (1, channels, 1, 1)"""
-    return bias.ndim == 4 and bias.shape[1] == bias.numel() > 0
 
 
 def _format_of_plain_chain(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ops.fuse_calls import CHAINS, fused_or_plain, is_axis_of_four
+from ops import checks
+from ops.fuse_calls import CHAINS, fused_or_plain
 from ops.fuse_steps import TENSORS, Step, minima_of, present, step_of
 from ops.fuse_tracing import in_place
 
@@ -98,7 +99,7 @@ def _final_bias(minimum: Step, root: nn.Module) -> tuple[Step, ...]:
     match [step_of(user, root) for user in minimum.nodes[-1].users]:
         case [Step(kind="add", refusal="") as step] if step.nodes[0].target not in (in_place, "add_"):
             bias = present(step.operands["other"], root)
-            return (step,) if isinstance(bias, torch.Tensor) and is_axis_of_four(bias) else ()
+            return (step,) if isinstance(bias, torch.Tensor) and checks.is_channel_axis(bias.shape) else ()
     return ()
 
 

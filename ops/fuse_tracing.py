@@ -157,18 +157,15 @@ def _check_code(forward: types.FunctionType) -> None:
         if reads and isinstance(found, types.ModuleType) and found.__name__.split(".")[0] == "torch":
             found, dotted = getattr(found, name, None), f"{dotted}.{name}"
             continue
-        is_known = id(found) in _functions() or isinstance(found, (torch.dtype, torch.memory_format))
-        if dotted and not is_known:
+        if dotted and not (id(found) in _functions() or isinstance(found, (torch.dtype, torch.memory_format))):
             raise NotTraceable(f"it uses {dotted}, where a trace can use functions of tensors in torch alone")
-        found, dotted = None, ""
         if operation in ("STORE_ATTR", "STORE_GLOBAL"):
             raise NotTraceable(f"it assigns to {name}")
         if not _STRAIGHT.match(operation):
             raise NotTraceable(f"it is not straight-line code: it branches, loops, assigns or the like ({operation})")
         if reads and (name in _OF_PROXIES or (name.startswith("__") and name.endswith("__"))):
             raise NotTraceable(f"it reads an attribute of the name {name}")
-        if operation == "LOAD_GLOBAL":
-            found, dotted = forward.__globals__.get(name), name
+        found, dotted = (forward.__globals__.get(name), name) if operation == "LOAD_GLOBAL" else (None, "")
 
 
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
