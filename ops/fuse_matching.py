@@ -177,5 +177,5 @@ def _arguments(match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
     weight, *operands = operands
     biases = 1 + match.added
     end = len(chain.names) - bool(chain.reduction) - len(chain.biases) + biases
-    row = match.given, match.chain, weight, *map(tuple, (operands[:biases], operands[biases:end], operands[end:]))
-    return row, options
+    parts = operands[:biases], operands[biases:end], operands[end:]
+    return (match.given, match.chain, weight, *map(tuple, parts)), options

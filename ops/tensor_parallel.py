@@ -127,8 +127,7 @@ def minimum_on_shards(
     minima = on_shards(function, Layout(weight_axis=0, axis=1), tensors, num_groups)
     placements = tuple(Replicate() if each == Shard(1) else each for each in minima.placements)
     share = minima.redistribute(placements=placements).to_local().min(dim=1, keepdim=True)[0]
-    shape = torch.Size((minima.shape[0], 1))
-    minimum = DTensor.from_local(share, mesh, placements, shape=shape, stride=(1, 1))
+    minimum = DTensor.from_local(share, mesh, placements, shape=torch.Size((minima.shape[0], 1)), stride=(1, 1))
     return minimum if bias is None else cast("DTensor", (minimum + bias).to(minimum.dtype))
 
 
@@ -157,8 +156,8 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
         if isinstance(child, torch.nn.GroupNorm):
             _require_whole_groups(child.num_groups, mesh.size())
     for key, parameter in list(module.named_parameters(recurse=False)):
-        placements = [Shard(_channels_in(module, key, parameter))] * mesh.ndim
-        sharded = distribute_tensor(parameter.detach(), mesh, placements)
+        channels = Shard(_channels_in(module, key, parameter))
+        sharded = distribute_tensor(parameter.detach(), mesh, [channels] * mesh.ndim)
         module.register_parameter(key, torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
