@@ -169,11 +169,12 @@ def _bind(node: Node, spelling: Spelling) -> tuple[Any, dict[str, Any]] | None:
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     operands = {name: given.get(name, default) for name, default in spelling.parameters.items()}
     fits = (
-        len(node.args) <= len(names) and {"input"} <= given.keys() <= set(names) and _REQUIRED not in operands.values()
+        len(node.args) <= len(names)
+        and {"input"} <= given.keys() <= set(names)
+        and _REQUIRED not in operands.values()
+        and (isinstance(given["input"], Node) or spelling.kind == "add")
     )
-    if not fits or not (isinstance(given["input"], Node) or spelling.kind == "add"):
-        return None
-    return given["input"], operands
+    return (given["input"], operands) if fits else None
 
 
 def _refusals(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> Iterator[str]:
