@@ -95,6 +95,8 @@ def plain(value: Any) -> Any:
 
 def integer(name: str, value: SupportsIndex) -> int:
     """``value`` as an int; a symbolic int stays one. A bool is refused, as PyTorch does."""
+    if type(value) is int:
+        return value
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, _INTEGERS):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -122,6 +124,8 @@ def shape(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
 
 def real(name: str, value: float) -> float:
     """``value`` as an int or a float, within the range of a float. A bool is refused."""
+    if type(value) is float:
+        return value
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         if isinstance(value, Real) and not isinstance(value, bool):

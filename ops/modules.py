@@ -81,7 +81,9 @@ class LinearHardtanhMishGroupNorm(_WithBias):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm
-        if not submodules.are_as_made(self, gemm=nn.Linear, hardtanh=nn.Hardtanh, groupnorm=nn.GroupNorm):
+        if not submodules.are_as_made(
+            self, gemm=(gemm, nn.Linear), hardtanh=(hardtanh, nn.Hardtanh), groupnorm=(norm, nn.GroupNorm)
+        ):
             product = gemm(input)
             biased = product if self.bias is None else product + self.bias.view(-1)
             activated = nn.functional.mish(hardtanh(biased))
@@ -147,7 +149,7 @@ class LinearGroupNormMin(_WithBias):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(batch, in_features)``; the result is ``(1, channels, batch, 1)``."""
         gemm, norm = self.gemm, self.group_norm
-        if not submodules.are_as_made(self, gemm=nn.Linear, group_norm=nn.GroupNorm):
+        if not submodules.are_as_made(self, gemm=(gemm, nn.Linear), group_norm=(norm, nn.GroupNorm)):
             minimum = torch.min(norm(gemm(input)), dim=1, keepdim=True)[0]
             return minimum if self.bias is None else minimum + self.bias
         return functions.linear_group_norm_min(
@@ -205,7 +207,9 @@ class LinearGroupNormHardtanh(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
-        if not submodules.are_as_made(self, gemm=nn.Linear, group_norm=nn.GroupNorm, hardtanh=nn.Hardtanh):
+        if not submodules.are_as_made(
+            self, gemm=(gemm, nn.Linear), group_norm=(norm, nn.GroupNorm), hardtanh=(hardtanh, nn.Hardtanh)
+        ):
             z = gemm(input)
             return hardtanh(norm(z.reshape(-1, z.shape[-1]))).view(*input.shape[:-1], -1)
         return functions.linear_group_norm_hardtanh(
@@ -274,7 +278,7 @@ class ConvTranspose2dGeluGroupNorm(nn.Module):
         """Apply the chain to ``input`` ``(batch, in_channels, height, width)``; the result has ``out_channels``."""
         conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
         norm = self.group_norm
-        if not submodules.are_as_made(self, conv_transpose=nn.ConvTranspose2d, group_norm=nn.GroupNorm):
+        if not submodules.are_as_made(self, conv_transpose=(conv, nn.ConvTranspose2d), group_norm=(norm, nn.GroupNorm)):
             return norm(nn.functional.gelu(conv(input)))
         return functions.conv_transpose2d_gelu_group_norm(
             input,

@@ -28,12 +28,12 @@ def change(layer: nn.Module | None, kind: type[nn.Module]) -> str:
     return "" if layer._compiled_call_impl is None else "was compiled with its own compile()"
 
 
-def are_as_made(module: nn.Module, **layers: type[nn.Module]) -> bool:
-    """Whether a fused call may replace the calls of the module's layers, each given by its name and its class. If not,
-    warns why, the first time only."""
+def are_as_made(module: nn.Module, **layers: tuple[nn.Module, type[nn.Module]]) -> bool:
+    """Whether a fused call may replace the calls of the module's layers, each given with its class. If not, warns
+    why, the first time only."""
     reason = "a global hook is set for all modules" if has_global_hook() else ""
-    for name, kind in layers.items():
-        found = change(getattr(module, name), kind)
+    for name, (layer, kind) in layers.items():
+        found = change(layer, kind)
         reason = reason or (found and f"{name} {found}")
     if reason:
         _tell(f"{type(module).__name__} is not fused but runs its layers one by one: {reason}")
