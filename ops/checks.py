@@ -23,16 +23,16 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
     """All tensors are dense and have a supported dtype. All are on one device and, outside autocast, have one dtype.
     An optional one may be None."""
     first_name, first = next(iter(required.items()))
-    for name, tensor in (required | optional).items():
-        if tensor is None and name in optional:
-            continue
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in (required | given).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {tensor.dtype}")
         if tensor.is_nested or tensor.layout != torch.strided:
-            got = "a nested tensor" if tensor.is_nested else tensor.layout
-            raise TypeError(f"{name} must be a dense tensor, got {got}")
+            raise TypeError(
+                f"{name} must be a dense tensor, got {'a nested tensor' if tensor.is_nested else tensor.layout}"
+            )
         if tensor.device != first.device:
             raise ValueError(f"{name} must be on {first_name}'s device {first.device}, got {tensor.device}")
         if tensor.dtype != first.dtype and not precision.autocasts(first.device):
@@ -77,13 +77,11 @@ def plain(value: Any) -> Any:
     and numbers too large for a float.
     """
     kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if kind in _AS_THEY_ARE or isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
         return value
     if isinstance(value, (tuple, list)):
         numbers = [plain(each) for each in value]
         return numbers if isinstance(value, list) else tuple(numbers)
-    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
-        return value
     try:
         if hasattr(kind, "__index__"):
             return operator.index(value)
@@ -106,7 +104,6 @@ def integer(name: str, value: SupportsIndex) -> int:
 
 
 def size(name: str, value: SupportsIndex) -> int:
-    """``value`` as an int that is at least 1."""
     number = integer(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
@@ -144,17 +141,13 @@ def real(name: str, value: float) -> float:
 
 
 def groups(channels: int, num_groups: int) -> int:
-    """num_groups as an int. It is at least 1 and divides the number of channels."""
-    num_groups = integer("num_groups", num_groups)
-    if num_groups < 1:
-        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+    num_groups = size("num_groups", num_groups)
     if channels % num_groups != 0:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
     return num_groups
 
 
 def epsilon(eps: float) -> float:
-    """eps as a float. It is not negative."""
     number = real("eps", eps)
     if not number >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
@@ -162,7 +155,6 @@ def epsilon(eps: float) -> float:
 
 
 def bounds(min_val: float, max_val: float) -> tuple[float, float]:
-    """min_val and max_val as floats. The first is not greater than the second."""
     low, high = real("min_val", min_val), real("max_val", max_val)
     if not low <= high:
         raise ValueError(f"min_val must not be greater than max_val, got min_val={min_val} and max_val={max_val}")

@@ -9,8 +9,8 @@ from triton_kernels import chains
 
 def _callable(chain, names: str) -> Chain:
     """The declaration as a function, with the names of its operands; those of numbers are joined by a slash."""
-    split = [tuple(name.split("/")) if "/" in name else name for name in names.split()]
-    return Chain(chain.contraction, chain.before, chain.norm, chain.after, chain.reduction, names=tuple(split))
+    split = tuple(tuple(name.split("/")) if "/" in name else name for name in names.split())
+    return Chain(chain.contraction, chain.before, chain.norm, chain.after, chain.reduction, names=split)
 
 
 L94 = _callable(chains.LINEAR_HARDTANH_MISH_GROUP_NORM, "linear_bias bias min_val/max_val norm_weight norm_bias")
@@ -168,8 +168,9 @@ def gelu_group_norm(
         TypeError: An argument has the wrong type, dtype or layout.
         ValueError: An argument has the wrong shape, device or value.
     """
-    chain = GELU_GROUP_NORM[checks.approximate(approximate)]
-    return chain.apply((input, None, weight, bias, None), (), num_groups, eps)
+    return GELU_GROUP_NORM[checks.approximate(approximate)].apply(
+        (input, None, weight, bias, None), (), num_groups, eps
+    )
 
 
 def linear_hardtanh_mish_group_norm(
@@ -214,8 +215,9 @@ def linear_hardtanh_mish_group_norm(
         TypeError: An argument has the wrong type, dtype or layout.
         ValueError: An argument has the wrong shape, device or value.
     """
-    row = (input, weight, linear_bias, bias, norm_weight, norm_bias, None)
-    return L94.apply(row, ((min_val, max_val),), num_groups, eps)
+    return L94.apply(
+        (input, weight, linear_bias, bias, norm_weight, norm_bias, None), ((min_val, max_val),), num_groups, eps
+    )
 
 
 def linear_group_norm_min(
@@ -304,8 +306,7 @@ def linear_group_norm_hardtanh(
         input, weight, linear_bias = torch.randn(16, 64), torch.randn(128, 64), torch.randn(128)
         ops.linear_group_norm_hardtanh(input, weight, linear_bias, 8, min_val=-2.0, max_val=2.0)  # (16, 128)
     """
-    row = (input, weight, linear_bias, norm_weight, norm_bias, None)
-    return L30.apply(row, ((min_val, max_val),), num_groups, eps)
+    return L30.apply((input, weight, linear_bias, norm_weight, norm_bias, None), ((min_val, max_val),), num_groups, eps)
 
 
 def conv_transpose2d_gelu_group_norm(

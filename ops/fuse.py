@@ -49,10 +49,12 @@ class FusionReport:
     restored: tuple[FusionEntry, ...] = ()
 
     def __str__(self) -> str:
-        lines = []
-        for name, entries in vars(self).items():
-            if entries:
-                lines += [f"{name} {len(entries)}:", *(f"  {entry}" for entry in entries)]
+        lines = [
+            line
+            for name, entries in vars(self).items()
+            if entries
+            for line in (f"{name} {len(entries)}:", *(f"  {entry}" for entry in entries))
+        ]
         return "\n".join(lines) or "nothing to replace, leave or restore"
 
 
@@ -93,26 +95,28 @@ def fuse(model: nn.Module) -> FusionReport:
     _require_module(model)
     entries: list[FusionEntry] = []
     refused: list[str] = []
-    forwards: dict[nn.Module, FusedForward | None] = dict.fromkeys(model.modules())
-    is_traced = False
-    for path, module in model.named_modules():
-        if not _has_forward_to_trace(module):
-            continue
+    forwards: dict[nn.Module, FusedForward] = {}
+    tried = {path: module for path, module in model.named_modules() if _has_forward_to_trace(module)}
+    for path, module in tried.items():
         try:
-            forwards[module], found = _fused(module, path)
+            graph = trace(module)
         except NotTraceable as error:
             refused.append(f"{path or 'the model'} ({type(module).__name__}): {error}")
             entries += [FusionEntry(path, "", (), str(error))] if _may_norm(module) else []
             continue
-        is_traced = True
+        matches = list(fuse_matching.find(graph, module))
+        found = [
+            FusionEntry(path, each.chain, tuple(step.name for step in each.steps), each.refusal) for each in matches
+        ]
         entries += found
-    if refused and not is_traced:
+        chains = [match for match in matches if not match.refusal]
+        if chains:
+            forwards[module] = FusedForward(module, graph, chains, tuple(entry for entry in found if not entry.reason))
+    if tried and len(refused) == len(tried):
         raise ValueError(f"model must have a forward that can be traced, got none: {'; '.join(refused[:3])}")
+    unfuse(model)
     for module, forward in forwards.items():
-        if isinstance(module.__dict__.get("forward"), FusedForward):
-            del module.forward
-        if forward is not None:
-            module.forward = forward
+        module.forward = forward
     return FusionReport(*(tuple(each for each in entries if bool(each.reason) is is_left) for is_left in (False, True)))
 
 
@@ -158,7 +162,11 @@ def _may_norm(module: nn.Module) -> bool:
     """Whether a forward that is not traced seems to hold a group norm, and so is worth an entry."""
     forward = None if isinstance(module, torch.jit.ScriptModule) else inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
-    return "group_norm" in names or any(_is_norm(child) for child in _called(module))
+    # TorchScript's modules keep the name of their class.
+    return "group_norm" in names or any(
+        isinstance(child, nn.GroupNorm) or getattr(child, "original_name", "") == "GroupNorm"
+        for child in _called(module)
+    )
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -167,20 +175,3 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
         yield child
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """TorchScript's modules keep the name of their class."""
-    return isinstance(module, nn.GroupNorm) or getattr(module, "original_name", "") == "GroupNorm"
-
-
-def _fused(module: nn.Module, path: str) -> tuple[FusedForward | None, list[FusionEntry]]:
-    """The module's new forward, if it has a chain, and what was found in it; NotTraceable where it cannot be traced."""
-    graph = trace(module)
-    matches = fuse_matching.find(graph, module)
-    entries = [
-        FusionEntry(path, match.chain, tuple(step.name for step in match.steps), match.refusal) for match in matches
-    ]
-    chains = [match for match in matches if not match.refusal]
-    replaced = tuple(entry for entry in entries if not entry.reason)
-    return FusedForward(module, graph, chains, replaced) if chains else None, entries

@@ -7,8 +7,8 @@ that PyTorch's have.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,93 +18,83 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ops
-from ops import checks, convolution, precision
-from triton_kernels import chains
-from triton_kernels.chain import Chain
+from ops import checks, convolution, functions, precision
+from ops.chain import Chain
 
-#: The public functions that ``fuse`` calls. Each has its chain, and the names of the parameters that the chain's steps
-#: take, in order. The name of a bias that the reduction adds comes last.
-CHAINS: dict[str, tuple[Chain, tuple[str | tuple[str, ...], ...]]] = {
-    "linear_hardtanh_mish_group_norm": (
-        chains.LINEAR_HARDTANH_MISH_GROUP_NORM,
-        ("linear_bias", "bias", ("min_val", "max_val"), (), "norm_weight", "norm_bias"),
-    ),
-    "linear_group_norm_min": (chains.LINEAR_GROUP_NORM_MIN, ("linear_bias", "norm_weight", "norm_bias", "bias")),
-    "linear_group_norm_hardtanh": (
-        chains.LINEAR_GROUP_NORM_HARDTANH,
-        ("linear_bias", "norm_weight", "norm_bias", ("min_val", "max_val")),
-    ),
-    "conv_transpose2d_gelu_group_norm": (
-        chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM,
-        ("conv_bias", ("approximate",), "norm_weight", "norm_bias"),
-    ),
+#: The public functions that ``fuse`` calls, by their names.
+CHAINS: dict[str, Chain] = {
+    "linear_hardtanh_mish_group_norm": functions.L94,
+    "linear_group_norm_min": functions.L75,
+    "linear_group_norm_hardtanh": functions.L30,
+    "conv_transpose2d_gelu_group_norm": functions.L19["none"],
 }
-#: How many biases come first in each of them, and the further steps. A compiler cannot compute a cached property.
-_STEPS = {name: (len(chain.biases), chain.steps[len(chain.biases) :]) for name, (chain, _) in CHAINS.items()}
+#: What PyTorch takes for a number. The fused chains take fractions as well.
+_NUMBERS = (int, float, torch.SymInt, np.integer, np.floating)
 
 
-def fused_or_plain(plain, given, name, weight, biases, operands, **options):
+def fused_or_plain(plain, given, name, weight, biases, operands, last, **options):
     """The chain by the function of this name, or as it was written: ``plain(*given)``. The last of these is its input.
 
-    ``biases`` are the contraction's own, or None, and those that are added to its result. ``operands`` has an entry for
-    each step of the chain after them, and ``options`` are the other arguments of contraction and norm.
+    ``biases`` are the contraction's own, or None, and those that are added to its result. ``operands`` are those of the
+    steps after them, tensors and tuples of numbers. ``last`` has the bias that is added to the reduction's result, if
+    there is one. ``options`` are the function's other arguments.
     """
-    chain, names = CHAINS[name]
+    chain = CHAINS[name]
     *_, input = given
-    if not _fits(name, input, weight, biases, operands, options):
+    if not _fits(chain, input, weight, biases, operands, last, options):
         return plain(*given)
-    missing = _STEPS[name][0] - len(biases)
+    missing = len(chain.biases) - len(biases)
     biases = biases[1:] if missing < 0 else biases + (None,) * missing
-    for parameter, operand in zip(names, biases + operands, strict=False):
+    for parameter, operand in zip(chain.names, biases + operands + last, strict=False):
         options |= zip(parameter, operand, strict=True) if isinstance(parameter, tuple) else {parameter: operand}
     result = getattr(ops, name)(input, weight, **options)
+    if chain.contraction == "linear":
+        return result
     # Images have the input's memory format. What follows in the model, a view say, expects that of PyTorch's result.
-    is_image = chain.contraction == "conv_transpose2d"
-    plain_format = _format_of_plain_chain(input, weight) if is_image else torch.contiguous_format
-    is_alike = not is_image or plain_format is convolution.memory_format(input)
-    return result if is_alike else result.clone(memory_format=plain_format)
+    plain_format = _format_of_plain_chain(input, weight)
+    return result if plain_format is convolution.memory_format(input) else result.clone(memory_format=plain_format)
 
 
-def _fits(name, input, weight, biases, operands, options) -> bool:
+def _fits(chain, input, weight, biases, operands, last, options) -> bool:
     """Whether the fused chain takes these as the plain one does: dense tensors of one device and dtype, no empty batch,
-    one value a channel in each vector, and no autocast."""
-    most, steps = _STEPS[name]
+    one value a channel in each vector, bounds that the dtype holds, and no autocast."""
     own, *added = biases
-    vectors = [own, *(each for step, each in zip(steps, operands, strict=False) if step.has_tensor)]
-    vectors = [each for each in vectors if each is not None]
-    last = [each for each in operands[len(steps) :] if each is not None]
+    pairs = [each for each in operands if isinstance(each, tuple)]
+    vectors = [each for each in (own, *operands) if each is not None and not isinstance(each, tuple)]
     tensors = [input, weight, *added, *vectors, *last]
     num_groups, eps = options["num_groups"], options["eps"]
     if (
-        len(added) + (own is not None) > most
+        len(added) + (own is not None) > len(chain.biases)
         or not all(isinstance(each, torch.Tensor) for each in tensors)
         or any(is_traceable_wrapper_subclass(each) or _overrides_functions(type(each)) for each in tensors)
-        or not (_is_number(num_groups) and _is_number(eps))
+        or not all(isinstance(each, _NUMBERS) for each in (num_groups, eps, *itertools.chain(*pairs)))
         or precision.autocasts(input.device)
         or input.numel() == 0
     ):
         return False
     try:
         checks.tensors({f"operand {i}": each for i, each in enumerate(tensors)}, {})
-        channels = _channels(CHAINS[name][0].contraction, input, weight, options)
+        if chain.contraction == "linear":
+            checks.linear(input, weight)
+            channels = weight.shape[0]
+        else:
+            geometry = {name: options[name] for name in convolution.DEFAULTS}
+            channels = weight.shape[1] * convolution.check_conv_transpose2d(input, weight, **geometry).groups
         checks.groups(channels, num_groups)
         checks.epsilon(eps)
-        for step, each in zip(steps, operands, strict=False):
-            if isinstance(each, tuple) and each and not _TAKES[step.name](input.dtype, *each):
-                return False
+        checks.approximate(options.get("approximate", "none"))
+        bounds = [bound for pair in pairs for bound in checks.bounds(*pair)]
     except (TypeError, ValueError):
         return False
+    largest = torch.finfo(input.dtype).max
     return (
         not (channels == num_groups and input.shape[0] == 1)  # PyTorch raises an error for groups of one value
+        and (chain.contraction != "linear" or input.ndim == 2)  # GroupNorm takes the second dimension for its channels
         and all(each.shape == (channels,) for each in vectors)
         and all(each.ndim in (1, 2) and each.shape[-1] == each.numel() == channels for each in added)
-        and all(is_axis_of_four(each) for each in last)
+        and all(checks.is_channel_axis(each.shape) and each.numel() > 0 for each in last)
+        and all(abs(bound) <= largest or math.isinf(bound) for bound in bounds)
     )
-
-
-def _is_number(value) -> bool:
-    """Whether PyTorch takes it for a number: Python's and NumPy's. The fused chains take fractions as well."""
-    return isinstance(value, (int, float, torch.SymInt, np.integer, np.floating))
 
 
 def _overrides_functions(kind: type[torch.Tensor]) -> bool:
@@ -113,38 +103,6 @@ def _overrides_functions(kind: type[torch.Tensor]) -> bool:
     ``torch.overrides.has_torch_function`` is also true of plain tensors within ``with torch.device(...)``.
     """
     return kind is not torch.Tensor and kind.__torch_function__ is not nn.Parameter.__torch_function__
-
-
-def _channels(contraction: str, input, weight, options) -> int:
-    """How many channels the contraction's result has; ValueError or TypeError where it does not fit."""
-    if contraction == "conv_transpose2d":
-        geometry = {name: option for name, option in options.items() if name not in ("num_groups", "eps")}
-        convolution.check_conv_transpose2d(input, weight, **geometry)
-        return weight.shape[1] * options["groups"]
-    checks.linear(input, weight)
-    if input.ndim != 2:
-        raise ValueError("GroupNorm takes the second dimension for its channels")
-    return weight.shape[0]
-
-
-def _are_bounds(dtype: torch.dtype, min_val, max_val) -> bool:
-    """Whether the two are bounds, and numbers that PyTorch can convert to the dtype."""
-    if not (_is_number(min_val) and _is_number(max_val)):
-        return False
-    largest = torch.finfo(dtype).max
-    return all(abs(bound) <= largest or math.isinf(bound) for bound in checks.bounds(min_val, max_val))
-
-
-#: By the names of pointwise functions: whether PyTorch takes their operands that are no tensors.
-_TAKES: dict[str, Callable[..., bool]] = {
-    "hardtanh": _are_bounds,
-    "gelu": lambda dtype, approximate: approximate in ("none", "tanh"),
-}
-
-
-def is_axis_of_four(bias: torch.Tensor) -> bool:
-    """Of shape (1, channels, 1, 1)"""
-    return bias.ndim == 4 and bias.shape[1] == bias.numel() > 0
 
 
 def _format_of_plain_chain(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:

@@ -29,13 +29,15 @@ class FusedForward:
         self.original: Any = type(module).forward
         self.parameters = parameters_of(self.original)
         self.sequence = tuple(module._modules) if is_sequential(module) else None
-        nodes = [step.nodes[-1] for match in chains for step in match.steps]
-        called = [str(node.target) for node in nodes if node.op == "call_module"]
+        called = [str(node.target) for match in chains for node in match.nodes if node.op == "call_module"]
         self.called = {name: type(getattr(module, name)) for name in called}
         self.code = _fingerprint(self.original)
         # The chains as they were written, and the forward with a call in the place of each.
-        plain = [fuse_matching.written_out(graph, match) for match in chains]
-        self.functions = [_code(each) for each in (*plain, _with_calls(graph, chains))]
+        plain = [fuse_matching.written_out(match) for match in chains]
+        # From the last on, since a chain's input may be the result of the one before it.
+        for i, match in reversed(list(enumerate(chains))):
+            fuse_matching.put_call(graph, match, f"chain_{i}_as_written")
+        self.functions = [_code(each) for each in (*plain, graph)]
         self._compile()
 
     def _compile(self) -> None:
@@ -76,18 +78,6 @@ class FusedForward:
     def __code__(self) -> types.CodeType:
         """torch.export asks a forward for its file and line."""
         return type(self.module).forward.__code__
-
-
-def _with_calls(graph: torch.fx.Graph, chains: list[Match]) -> torch.fx.Graph:
-    """The graph, changed: one call in the place of each chain. The chains as they were written are arguments, after the
-    module."""
-    module = next(iter(graph.nodes))
-    # From the last on, since a chain's input may be the result of the one before it.
-    for i, match in reversed(list(enumerate(chains))):
-        with graph.inserting_after(module):
-            plain = graph.placeholder(f"chain_{i}_as_written")
-        fuse_matching.put_call(graph, match, plain)
-    return graph
 
 
 def _code(graph: torch.fx.Graph) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What each node of a traced forward computes, as far as a chain may have it."""
+"""What each node of a traced forward computes, as far as a chain may have it, and how PyTorch spells that."""
 
 import itertools
 import math
@@ -13,26 +13,65 @@ from torch import nn
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ops import checks, submodules
-from ops.fuse_spellings import OF_CALLS, OF_MODULES, REQUIRED, TENSORS, Spelling
+from ops import checks, convolution, submodules
 from ops.fuse_tracing import in_place, unpacked
 
 #: Parameters of every function that change nothing of the result, and come last.
 _WITHOUT_EFFECT = ("inplace", "cudnn_enabled")
-_PAIRS = ("stride", "padding", "output_padding", "dilation")
 #: Begin a chain. A class with such a name, a quantised one for instance, is reported as left.
 _CONTRACTIONS = (nn.Linear, nn.ConvTranspose2d)
 #: How a minimum with its index is told which of the two to give.
 _FIRST, _SECOND = (0, "values"), (1, "indices")
 _MULTIPLY = (operator.mul, torch.mul, "mul")  # in place, PyTorch has no gradient of z * tanh(softplus(z))
 _TANH = (torch.tanh, "tanh", "tanh_")
+_REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Attribute:
-    """An operand that is read from the module at each call: a dotted path from the module."""
+class Spelling:
+    """One way to write a step.
 
-    path: str
+    Args:
+        kind: The contraction, pointwise function, norm or reduction of a chain, by its name there.
+        parameters: What it takes beside its input, in PyTorch's order, with the defaults. Modules have attributes of
+            these names.
+        calls: Functions, and methods by their names.
+        module: The module's class, or None.
+    """
+
+    kind: str
+    parameters: dict[str, Any]
+    calls: tuple[Any, ...]
+    module: type[nn.Module] | None = None
+
+
+#: "clamp" becomes a hardtanh, and of "minimum_and_index" the first becomes a row minimum.
+_SPELLINGS = (
+    Spelling("linear", {"weight": _REQUIRED, "bias": None}, (F.linear,), nn.Linear),
+    Spelling(
+        "conv_transpose2d",
+        {"weight": _REQUIRED, "bias": None, **convolution.DEFAULTS},
+        (F.conv_transpose2d,),
+        nn.ConvTranspose2d,
+    ),
+    Spelling(
+        "group_norm",
+        {"num_groups": _REQUIRED, "weight": None, "bias": None, "eps": 1e-5},
+        (F.group_norm, torch.group_norm),
+        nn.GroupNorm,
+    ),
+    Spelling("hardtanh", {"min_val": -1.0, "max_val": 1.0}, (F.hardtanh,), nn.Hardtanh),
+    Spelling("clamp", {"min": None, "max": None}, (torch.clamp, torch.clip, "clamp", "clamp_", "clip", "clip_")),
+    Spelling("mish", {}, (F.mish,), nn.Mish),
+    Spelling("gelu", {"approximate": "none"}, (F.gelu,), nn.GELU),
+    Spelling("row_minimum", {"dim": None, "keepdim": False}, (torch.amin, "amin")),
+    Spelling("minimum_and_index", {"dim": None, "keepdim": False}, (torch.min, "min")),
+    Spelling("add", {"other": _REQUIRED}, (operator.add, torch.add, "add", "add_")),
+)
+_OF_CALLS: dict[Any, Spelling] = {call: spelling for spelling in _SPELLINGS for call in spelling.calls}
+_OF_MODULES = {spelling.module: spelling for spelling in _SPELLINGS if spelling.module is not None}
+#: Operands that are tensors. All others are numbers, pairs of them or text.
+TENSORS = ("weight", "bias", "other")
 
 
 @dataclass(frozen=True)
@@ -42,7 +81,7 @@ class Step:
     Attributes:
         kind: As in a ``Spelling``, "" where no chain has it.
         nodes: The nodes that compute it, from ``value``; the last of them is its result.
-        operands: What it takes besides, by PyTorch's names.
+        operands: What it takes besides, by PyTorch's names. What a child has is a node of its own, outside the graph.
         refusal: Why it cannot be part of a fused chain, or "".
     """
 
@@ -82,33 +121,29 @@ def step_of(node: Node, root: nn.Module) -> Step:
             return unknown  # PyTorch raises an error
         kind = "hardtanh"
         operands = {"min_val": -math.inf if low is None else low, "max_val": math.inf if high is None else high}
-    if kind != "row_minimum":  # of which the axis must not change
-        operands = {name: _attribute(operand) for name, operand in operands.items()}
     return Step(kind, nodes, value, operands, next(_refusals(call, kind, operands, root), ""))
 
 
 def _spelling_of(node: Node) -> Spelling | None:
-    return OF_CALLS.get(node.target) if node.op in ("call_function", "call_method") else None
-
-
-def _attribute(operand: Any) -> Any:
-    """An operand, as an Attribute where the node reads it from the module."""
-    is_attribute = isinstance(operand, Node) and operand.op == "get_attr"
-    return Attribute(str(operand.target)) if is_attribute else operand
+    return _OF_CALLS.get(node.target) if node.op in ("call_function", "call_method") else None
 
 
 def present(operand: Any, root: nn.Module) -> Any:
-    """What an operand is now, where it is an attribute of the module."""
-    return operator.attrgetter(operand.path)(root) if isinstance(operand, Attribute) else operand
+    """What an operand is now, where it is read from the module."""
+    is_read = isinstance(operand, Node) and operand.op == "get_attr"
+    return operator.attrgetter(operand.target)(root) if is_read else operand
 
 
 def _step_of_module(node: Node, root: nn.Module) -> Step:
     module = getattr(root, str(node.target))  # None where a Sequential has such a child
     given = (*node.args, *node.kwargs.values())
     value = given[0] if given and isinstance(given[0], Node) else None
-    for kind, spelling in OF_MODULES.items():
+    for kind, spelling in _OF_MODULES.items():
         if isinstance(module, kind) or (kind in _CONTRACTIONS and kind.__name__ in type(module).__name__):
-            operands = {name: Attribute(f"{node.target}.{name}") for name in spelling.parameters}
+            operands = {
+                name: Node(node.graph, name, "get_attr", f"{node.target}.{name}", (), {})
+                for name in spelling.parameters
+            }
             refusals = itertools.chain(
                 _module_refusals(node, module, kind), _refusals(node, spelling.kind, operands, root)
             )
@@ -118,8 +153,7 @@ def _step_of_module(node: Node, root: nn.Module) -> Step:
 
 def _module_refusals(node: Node, module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
     """Why a call of this module cannot be part of a fused chain, whatever its operands."""
-    changed = submodules.change(module, kind)
-    if changed:
+    if changed := submodules.change(module, kind):
         yield f"{node.target} {changed}"
     for name, parameter in module.named_parameters(recurse=False):
         # Of FSDP, DTensors are plain tensors by the time of the call; of other origins, fuse_calls finds them then.
@@ -135,21 +169,26 @@ def _bind(node: Node, spelling: Spelling) -> tuple[Any, dict[str, Any]] | None:
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     operands = {name: given.get(name, default) for name, default in spelling.parameters.items()}
     fits = (
-        len(node.args) <= len(names) and {"input"} <= given.keys() <= set(names) and REQUIRED not in operands.values()
+        len(node.args) <= len(names)
+        and {"input"} <= given.keys() <= set(names)
+        and _REQUIRED not in operands.values()
+        and (isinstance(given["input"], Node) or spelling.kind == "add")
     )
-    if not fits or not (isinstance(given["input"], Node) or spelling.kind == "add"):
-        return None
-    return given["input"], operands
+    return (given["input"], operands) if fits else None
 
 
 def _refusals(node: Node, kind: str, operands: dict[str, Any], root: nn.Module) -> Iterator[str]:
-    """Why a function with these operands cannot be part of a fused chain."""
-    plain = {name: checks.plain(present(each, root)) for name, each in operands.items() if name not in TENSORS}
+    # A minimum's axis must not change from call to call.
+    plain = {
+        name: checks.plain(each if kind == "row_minimum" else present(each, root))
+        for name, each in operands.items()
+        if name not in TENSORS
+    }
     for name, operand in plain.items():
         if isinstance(operand, (Node, torch.Tensor)):
             yield f"{node.name}'s {name} is computed, not a number"
         pair = operand if isinstance(operand, (tuple, list)) else (operand, operand)
-        if name in _PAIRS and not (len(pair) == 2 and all(isinstance(number, int) for number in pair)):
+        if name in convolution.DEFAULTS and not (len(pair) == 2 and all(isinstance(number, int) for number in pair)):
             yield f"{node.name}'s {name} is {operand}, not a number or two"
     if kind == "hardtanh":
         low, high = plain.values()
@@ -170,7 +209,7 @@ def _add(node: Node, left: Any, right: Any) -> Step:
         left, right = right, left
     if not isinstance(right, Node):
         refusal = f"{node.name} adds {right}, which is no bias"
-    return Step("add", (node,), left, {"other": _attribute(right)}, refusal)
+    return Step("add", (node,), left, {"other": right}, refusal)
 
 
 def _mish(node: Node) -> Step | None:
@@ -192,14 +231,14 @@ def _pair_of(node: Node) -> tuple[Node, ...]:
     match node.args:
         case Node() as read, which if is_read and which in (*_FIRST, *_SECOND):
             pair = (read.args[0], read) if read.target is unpacked and read.args[1] == 2 else (read,)
-            return pair if _spelling_of(pair[0]) is OF_CALLS[torch.min] else ()
+            return pair if _spelling_of(pair[0]) is _OF_CALLS[torch.min] else ()
     return ()
 
 
 def _unused(pair: tuple[Node, ...], node: Node) -> list[Node]:
     """What reads the pair beside the node, and is not used."""
-    readers = (reader for each in pair for reader in each.users if _pair_of(reader))
-    return [reader for reader in readers if reader is not node and not reader.users]
+    readers = (reader for each in pair for reader in each.users)
+    return [reader for reader in readers if _pair_of(reader) and reader is not node and not reader.users]
 
 
 def minima_of(pair: Node) -> list[Node]:

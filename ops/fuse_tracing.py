@@ -25,7 +25,7 @@ from torch.fx.proxy import Attribute, GraphAppendingTracer
 _STRAIGHT = re.compile(
     "LOAD_(FAST|CONST|SMALL_INT|ATTR|METHOD|GLOBAL)|(STORE|DELETE)_FAST|CALL(?!_INTRINSIC)|PRECALL|KW_NAMES"
     "|BINARY_|INPLACE_|UNARY_(?!NOT)|COMPARE_OP|BUILD_(TUPLE|LIST|SLICE|MAP|CONST_KEY_MAP)|LIST_EXTEND|UNPACK_SEQUENCE"
-    "|RETURN_(VALUE|CONST)|POP_TOP|DUP_TOP|ROT_|SWAP|COPY(?!_FREE)|RESUME|CACHE|NOP|PUSH_NULL|EXTENDED_ARG"
+    "|RETURN_(VALUE|CONST)|POP_TOP|DUP_TOP|ROT_|SWAP|COPY(?!_FREE)|RESUME|NOP|PUSH_NULL|EXTENDED_ARG"
 )
 #: Attributes of the proxies themselves, which would hide those of the values.
 _OF_PROXIES = ("node", "tracer", "root", "attr", "_node", "keys")
@@ -93,15 +93,12 @@ class _Attribute(Attribute, _Value):
         return super().__call__(*args, **kwargs)
 
 
-def _in_place_operator(operation: str):
-    def operate(left, right):
-        return left.tracer.create_proxy("call_function", in_place, (operation, left, right), {})
-
-    return operate
-
-
 for _name in "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split():
-    setattr(_Value, f"__{_name}__", _in_place_operator(_name))
+    setattr(
+        _Value,
+        f"__{_name}__",
+        lambda left, right, name=_name: left.tracer.create_proxy("call_function", in_place, (name, left, right), {}),
+    )
 
 
 class _Tracer(GraphAppendingTracer):
@@ -109,47 +106,43 @@ class _Tracer(GraphAppendingTracer):
         return _Value(node, self)
 
 
-class _Child:
+def _stand_in_for_child(name: str, call: Callable[..., Any]) -> Any:
     """Stands for a child module, which can be called."""
 
-    def __init__(self, call, name: str):
-        object.__setattr__(self, "_call", call)
-        object.__setattr__(self, "_name", name)
+    class Child:
+        def __call__(self, *args, **kwargs):
+            return call(args, kwargs)
 
-    def __call__(self, *args, **kwargs):
-        return object.__getattribute__(self, "_call")(args, kwargs)
+        def __getattribute__(self, attribute):
+            raise NotTraceable(f"it does more with {name} than to call it")
 
-    def __getattribute__(self, name):
-        raise NotTraceable(f"it does more with {object.__getattribute__(self, '_name')} than to call it")
+        __getitem__ = __getattribute__
 
-    __getitem__ = __getattribute__
+    return Child()
 
 
-class _Self:
+def _stand_in_for_self(module: nn.Module, tracer: _Tracer) -> Any:
     """Stands for the module: its children can be called, its tensors and numbers are read."""
 
-    def __init__(self, module: nn.Module, tracer: _Tracer):
-        object.__setattr__(self, "_module", module)
-        object.__setattr__(self, "_tracer", tracer)
+    class Self:
+        def __getattribute__(self, name):
+            of_class = inspect.getattr_static(type(module), name, None)
+            if not isinstance(of_class, _PLAIN):
+                raise NotTraceable(f"it uses its class's {name}, a {type(of_class).__name__}")
+            value = getattr(module, name)
+            if isinstance(value, nn.Module):
+                return _stand_in_for_child(name, functools.partial(tracer.create_proxy, "call_module", name))
+            if isinstance(value, (torch.Tensor, *_PLAIN)):
+                return tracer.create_proxy("get_attr", name, (), {})
+            raise NotTraceable(f"it reads {name}, a {type(value).__name__}")
 
-    def __getattribute__(self, name):
-        module, tracer = (object.__getattribute__(self, own) for own in ("_module", "_tracer"))
-        of_class = inspect.getattr_static(type(module), name, None)
-        if not isinstance(of_class, _PLAIN):
-            raise NotTraceable(f"it uses its class's {name}, a {type(of_class).__name__}")
-        value = getattr(module, name)
-        if isinstance(value, nn.Module):
-            return _Child(functools.partial(tracer.create_proxy, "call_module", name), name)
-        if isinstance(value, (torch.Tensor, *_PLAIN)):
-            return tracer.create_proxy("get_attr", name, (), {})
-        raise NotTraceable(f"it reads {name}, a {type(value).__name__}")
+    return Self()
 
 
 @functools.cache
-def _functions() -> dict[int, Any]:
-    """PyTorch's functions that a proxy can record, by their id."""
-    functions = [function for each in torch.overrides.get_overridable_functions().values() for function in each]
-    return {id(function): function for function in functions}
+def _functions() -> set[int]:
+    """The ids of PyTorch's functions that a proxy can record."""
+    return {id(each) for functions in torch.overrides.get_overridable_functions().values() for each in functions}
 
 
 def _check_code(forward: types.FunctionType) -> None:
@@ -158,26 +151,21 @@ def _check_code(forward: types.FunctionType) -> None:
     dotted = ""
     for instruction in dis.get_instructions(forward.__code__):
         operation, name = instruction.opname, instruction.argval
-        if operation in ("EXTENDED_ARG", "CACHE"):
+        if operation == "EXTENDED_ARG":
             continue
         reads = operation.startswith(("LOAD_ATTR", "LOAD_METHOD"))
-        if reads and isinstance(found, types.ModuleType):
+        if reads and isinstance(found, types.ModuleType) and found.__name__.split(".")[0] == "torch":
             found, dotted = getattr(found, name, None), f"{dotted}.{name}"
             continue
-        is_known = id(found) in _functions() or isinstance(found, (torch.dtype, torch.memory_format))
-        if dotted and not is_known:
+        if dotted and not (id(found) in _functions() or isinstance(found, (torch.dtype, torch.memory_format))):
             raise NotTraceable(f"it uses {dotted}, where a trace can use functions of tensors in torch alone")
-        found, dotted = None, ""
         if operation in ("STORE_ATTR", "STORE_GLOBAL"):
             raise NotTraceable(f"it assigns to {name}")
         if not _STRAIGHT.match(operation):
             raise NotTraceable(f"it is not straight-line code: it branches, loops, assigns or the like ({operation})")
         if reads and (name in _OF_PROXIES or (name.startswith("__") and name.endswith("__"))):
             raise NotTraceable(f"it reads an attribute of the name {name}")
-        if operation == "LOAD_GLOBAL":
-            found, dotted = forward.__globals__.get(name), name
-            if isinstance(found, types.ModuleType) and found.__name__.split(".")[0] != "torch":
-                raise NotTraceable(f"it uses {name}, where a trace can use functions of tensors in torch alone")
+        found, dotted = (forward.__globals__.get(name), name) if operation == "LOAD_GLOBAL" else (None, "")
 
 
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -208,22 +196,23 @@ def trace(module: nn.Module) -> Graph:
     """The graph of a module's forward, NotTraceable where it cannot be had. The module is left as it was."""
     _check(module)
     forward = type(module).forward
-    graph = Graph()
-    tracer = _Tracer(graph)
-    names = parameters_of(forward)
+    tracer = _Tracer(Graph())
     # Of the names that the generated code may have, none is one of the parameters'.
-    graph.placeholder("self")
-    arguments = [tracer.create_proxy("placeholder", f"argument_{i}", (), {}, name) for i, name in enumerate(names)]
+    tracer.graph.placeholder("self")
+    arguments = [
+        tracer.create_proxy("placeholder", f"argument_{i}", (), {}, name)
+        for i, name in enumerate(parameters_of(forward))
+    ]
     try:
         if is_sequential(module):
             (result,) = arguments
             for name in module._modules:
                 result = tracer.create_proxy("call_module", name, (result,), {})
         else:
-            result = forward(_Self(module, tracer), *arguments)
-        graph.output(tracer.create_arg(result))
+            result = forward(_stand_in_for_self(module, tracer), *arguments)
+        tracer.graph.output(tracer.create_arg(result))
     except NotTraceable:
         raise
     except Exception as error:  # whatever comes of proxies that are no tensors
         raise NotTraceable(f"torch.fx cannot trace it: {type(error).__name__}: {error}") from error
-    return graph
+    return tracer.graph

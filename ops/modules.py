@@ -4,11 +4,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ops import checks, convolution, functions, submodules
 
 
-class LinearHardtanhMishGroupNorm(torch.nn.Module):
+def _linear_and_norm(
+    in_features: int, out_features: int, num_groups: int, linear_bias: bool, eps: float, **factory: Any
+) -> tuple[nn.Linear, nn.GroupNorm]:
+    """The two layers of a chain, after a check of their arguments."""
+    in_features = checks.size("in_features", in_features)
+    out_features = checks.size("out_features", out_features)
+    checks.dtype(factory["dtype"])
+    num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+    gemm = nn.Linear(in_features, out_features, bias=linear_bias, **factory)
+    return gemm, nn.GroupNorm(num_groups, out_features, eps=eps, **factory)
+
+
+class _WithBias(nn.Module):
+    """A chain that has a bias beside its layers' own."""
+
+    bias: nn.Parameter
+
+    def reset_parameters(self) -> None:
+        """Draw ``bias`` from the standard normal distribution; the layers reset their own parameters."""
+        if self.bias is not None:
+            nn.init.normal_(self.bias)
+
+
+class LinearHardtanhMishGroupNorm(_WithBias):
     """Linear layer, bias, Hardtanh, Mish and GroupNorm: ``groupnorm(mish(hardtanh(gemm(input) + bias)))``.
 
     It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``bias``, ``groupnorm.weight`` and
@@ -43,36 +67,26 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_features = checks.size("in_features", in_features)
-        out_features = checks.size("out_features", out_features)
-        checks.dtype(dtype)
+        self.gemm, norm = _linear_and_norm(
+            in_features, out_features, num_groups, linear_bias, eps, device=device, dtype=dtype
+        )
         shape = checks.shape("bias_shape", bias_shape)
-        if not checks.is_vector(shape, out_features):
-            raise ValueError(f"bias_shape must be ({out_features},), got {shape}")
-        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
-        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
-        self.bias = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.hardtanh = torch.nn.Hardtanh()
-        self.groupnorm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
+        if not checks.is_vector(shape, self.gemm.out_features):
+            raise ValueError(f"bias_shape must be ({self.gemm.out_features},), got {shape}")
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.hardtanh = nn.Hardtanh()
+        self.groupnorm = norm
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw ``bias`` from the standard normal distribution; the layers reset their own parameters."""
-        if self.bias is not None:
-            torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm
         if not submodules.are_as_made(
-            self,
-            gemm=(gemm, torch.nn.Linear),
-            hardtanh=(hardtanh, torch.nn.Hardtanh),
-            groupnorm=(norm, torch.nn.GroupNorm),
+            self, gemm=(gemm, nn.Linear), hardtanh=(hardtanh, nn.Hardtanh), groupnorm=(norm, nn.GroupNorm)
         ):
             product = gemm(input)
             biased = product if self.bias is None else product + self.bias.view(-1)
-            activated = torch.nn.functional.mish(hardtanh(biased))
+            activated = nn.functional.mish(hardtanh(biased))
             return norm(activated.reshape(-1, activated.shape[-1])).view(*input.shape[:-1], -1)
         return functions.linear_hardtanh_mish_group_norm(
             input,
@@ -88,7 +102,7 @@ class LinearHardtanhMishGroupNorm(torch.nn.Module):
         )
 
 
-class LinearGroupNormMin(torch.nn.Module):
+class LinearGroupNormMin(_WithBias):
     """Linear layer, GroupNorm, row minimum and bias: ``min(group_norm(gemm(input)), dim=1, keepdim=True)[0] + bias``.
 
     It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``group_norm.weight``, ``group_norm.bias``
@@ -123,27 +137,19 @@ class LinearGroupNormMin(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_features = checks.size("in_features", in_features)
-        out_features = checks.size("out_features", out_features)
-        checks.dtype(dtype)
-        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        self.gemm, self.group_norm = _linear_and_norm(
+            in_features, out_features, num_groups, linear_bias, eps, device=device, dtype=dtype
+        )
         shape = checks.shape("bias_shape", bias_shape)
         if not checks.is_channel_axis(shape):
             raise ValueError(f"bias_shape must be (1, channels, 1, 1), got {shape}")
-        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
-        self.bias = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw ``bias`` from the standard normal distribution; the layers reset their own parameters."""
-        if self.bias is not None:
-            torch.nn.init.normal_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(batch, in_features)``; the result is ``(1, channels, batch, 1)``."""
         gemm, norm = self.gemm, self.group_norm
-        if not submodules.are_as_made(self, gemm=(gemm, torch.nn.Linear), group_norm=(norm, torch.nn.GroupNorm)):
+        if not submodules.are_as_made(self, gemm=(gemm, nn.Linear), group_norm=(norm, nn.GroupNorm)):
             minimum = torch.min(norm(gemm(input)), dim=1, keepdim=True)[0]
             return minimum if self.bias is None else minimum + self.bias
         return functions.linear_group_norm_min(
@@ -151,7 +157,7 @@ class LinearGroupNormMin(torch.nn.Module):
         )
 
 
-class LinearGroupNormHardtanh(torch.nn.Module):
+class LinearGroupNormHardtanh(nn.Module):
     """Linear layer, GroupNorm and Hardtanh: ``hardtanh(group_norm(gemm(input)))``.
 
     It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``group_norm.weight`` and
@@ -188,27 +194,21 @@ class LinearGroupNormHardtanh(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_features = checks.size("in_features", in_features)
-        out_features = checks.size("out_features", out_features)
-        checks.dtype(dtype)
-        num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
+        self.gemm, self.group_norm = _linear_and_norm(
+            in_features, out_features, num_groups, linear_bias, eps, device=device, dtype=dtype
+        )
         least, most = checks.real("hardtanh_min", hardtanh_min), checks.real("hardtanh_max", hardtanh_max)
         if not least < most:  # torch.nn.Hardtanh asserts it
             raise ValueError(
                 f"hardtanh_min must be less than hardtanh_max, got {hardtanh_min} for hardtanh_max={hardtanh_max}"
             )
-        self.gemm = torch.nn.Linear(in_features, out_features, bias=linear_bias, device=device, dtype=dtype)
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_features, eps=eps, device=device, dtype=dtype)
-        self.hardtanh = torch.nn.Hardtanh(min_val=least, max_val=most)
+        self.hardtanh = nn.Hardtanh(min_val=least, max_val=most)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
         gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
         if not submodules.are_as_made(
-            self,
-            gemm=(gemm, torch.nn.Linear),
-            group_norm=(norm, torch.nn.GroupNorm),
-            hardtanh=(hardtanh, torch.nn.Hardtanh),
+            self, gemm=(gemm, nn.Linear), group_norm=(norm, nn.GroupNorm), hardtanh=(hardtanh, nn.Hardtanh)
         ):
             z = gemm(input)
             return hardtanh(norm(z.reshape(-1, z.shape[-1]))).view(*input.shape[:-1], -1)
@@ -225,7 +225,7 @@ class LinearGroupNormHardtanh(torch.nn.Module):
         )
 
 
-class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
+class ConvTranspose2dGeluGroupNorm(nn.Module):
     """Transposed 2-D convolution, GELU and GroupNorm: ``group_norm(gelu(conv_transpose(input)))``.
 
     It has the parameters of the plain model: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``
@@ -269,19 +269,17 @@ class ConvTranspose2dGeluGroupNorm(torch.nn.Module):
         checks.dtype(dtype)
         kernel_size, stride = convolution.pair("kernel_size", kernel_size, 1), convolution.pair("stride", stride, 1)
         num_groups, eps = checks.groups(out_channels, num_groups), checks.epsilon(eps)
-        self.conv_transpose = torch.nn.ConvTranspose2d(
+        self.conv_transpose = nn.ConvTranspose2d(
             in_channels, out_channels, kernel_size, stride=stride, bias=conv_bias, device=device, dtype=dtype
         )
-        self.group_norm = torch.nn.GroupNorm(num_groups, out_channels, eps=eps, device=device, dtype=dtype)
+        self.group_norm = nn.GroupNorm(num_groups, out_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the chain to ``input`` ``(batch, in_channels, height, width)``; the result has ``out_channels``."""
         conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
         norm = self.group_norm
-        if not submodules.are_as_made(
-            self, conv_transpose=(conv, torch.nn.ConvTranspose2d), group_norm=(norm, torch.nn.GroupNorm)
-        ):
-            return norm(torch.nn.functional.gelu(conv(input)))
+        if not submodules.are_as_made(self, conv_transpose=(conv, nn.ConvTranspose2d), group_norm=(norm, nn.GroupNorm)):
+            return norm(nn.functional.gelu(conv(input)))
         return functions.conv_transpose2d_gelu_group_norm(
             input,
             conv.weight,

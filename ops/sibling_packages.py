@@ -13,8 +13,8 @@ def require_own_siblings() -> None:
         spec = importlib.util.find_spec(name)
         folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
         if not any((folder / own_file).is_file() for folder in folders):
-            found = f"found {spec.origin or folders}" if spec else "found none"
             raise ImportError(
-                f"ops needs the package {name!r} of the normfuse distribution, but {found}, "
-                "which is another project's; install normfuse in an environment of its own"
+                f"ops needs the package {name!r} of the normfuse distribution, but found "
+                f"{(spec.origin or folders) if spec else 'none'}, which is another project's; "
+                "install normfuse in an environment of its own"
             )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
-from ops.fuse_spellings import OF_MODULES
-
-#: PyTorch's own forwards of the chains' layers, by their classes.
-_FORWARDS: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in OF_MODULES}
+#: The forwards of PyTorch's layers when this package was imported, by their classes.
+_FORWARDS: dict[type[nn.Module], Callable] = {
+    kind: kind.forward for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.Module)
+}
 #: The warnings given in this process. The registry of ``warnings`` forgets them whenever a filter changes.
 _told: set[str] = set()
 
@@ -30,23 +30,17 @@ def change(layer: nn.Module | None, kind: type[nn.Module]) -> str:
 
 def are_as_made(module: nn.Module, **layers: tuple[nn.Module, type[nn.Module]]) -> bool:
     """Whether a fused call may replace the calls of the module's layers, each given with its class. If not, warns
-    why."""
-    reason = "a global hook is set for all modules" if has_global_hook() else _change_of_one(layers)
+    why, the first time only."""
+    reason = "a global hook is set for all modules" if has_global_hook() else ""
+    for name, (layer, kind) in layers.items():
+        found = change(layer, kind)
+        reason = reason or (found and f"{name} {found}")
     if reason:
         _tell(f"{type(module).__name__} is not fused but runs its layers one by one: {reason}")
     return not reason
 
 
-def _change_of_one(layers: dict[str, tuple[nn.Module, type[nn.Module]]]) -> str:
-    for name, (layer, kind) in layers.items():
-        found = change(layer, kind)
-        if found:
-            return f"{name} {found}"
-    return ""
-
-
 def _tell(text: str) -> None:
-    """Warn, the first time only."""
     if text not in _told:
         warnings.warn(text, RuntimeWarning, stacklevel=6)  # its caller, where that is no module itself
         _told.add(text)

@@ -14,6 +14,7 @@ float64 do not run the project's operators. And a row minimum gives its gradient
 can express.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-#: The types of almost every argument. They are recognised with one look-up each, as this is on every call's way.
+#: The types of almost every argument.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 #: A dimension of the mesh that divides the channels. One that divides the batch has an axis's number, any other None.
 _CHANNELS = -1
@@ -48,16 +49,9 @@ NORM = Layout(weight_axis=None, axis=1)
 
 
 def is_distributed(*tensors: torch.Tensor | None) -> bool:
-    """Whether any of these is a DTensor."""
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN:
-            return _any_dtensor(tensors)
-    return False
-
-
-def _any_dtensor(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """A DTensor exists only if its module was imported. Importing it takes half a second, so it is not imported
-    here."""
+    """Whether any of these is a DTensor. There is one only if its module was imported, which takes half a second."""
+    if all(type(tensor) in _PLAIN for tensor in tensors):
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
@@ -67,9 +61,11 @@ def on_shards(
     layout: Layout,
     tensors: Mapping[str, torch.Tensor | None],
     num_groups: int | None = None,
-    **others: Any,
+    groups: int = 1,
 ) -> "DTensor":
-    """``function(**tensors, num_groups=num_groups, **others)``, each rank on its shards and its part of the groups.
+    """``function(**tensors, num_groups=num_groups)``, each rank on its shards and its part of the groups.
+
+    Without ``num_groups``, the function gets none. ``groups`` are those of a convolution.
 
     All but the placements of ``tensors`` is checked before. Raises TypeError where one of them is no DTensor. Raises
     ValueError where one is on another mesh, where the weight is sharded along an axis other than its channels, and
@@ -79,11 +75,7 @@ def on_shards(
 
     mesh, given = _on_one_mesh(tensors)
     input = given["input"]
-    roles = _roles(layout, given)
-    shards = 1
-    for dimension, role in enumerate(roles):
-        shards *= mesh.size(dimension) if role == _CHANNELS else 1
-    _check_whole_groups(layout, given, num_groups, shards, others.get("groups", 1))
+    roles, shards = _roles(layout, given, mesh, num_groups, groups)
 
     def placed(over_channels: "Placement", over_batch: "Placement | None" = None) -> tuple["Placement", ...]:
         """Replicate where the mesh divides nothing. Without ``over_batch``, an axis of the batch is sharded."""
@@ -96,24 +88,24 @@ def on_shards(
     for name, tensor in given.items():
         channels = Shard(_channels_of(layout, name, tensor))
         if name != "input":
-            shares[name] = _share(tensor, placed(channels, Replicate()), placed(channels, Partial()))
+            placements, of_gradient = placed(channels, Replicate()), placed(channels, Partial())
         elif layout.weight_axis is None:
-            shares[name] = _share(tensor, placed(channels), placed(channels))
+            placements = of_gradient = placed(channels)
         else:
-            shares[name] = _share(tensor, placed(Replicate()), placed(Partial()))
-    if num_groups is not None:
-        others["num_groups"] = num_groups // shards
-    share = function(**shares, **others)
-
+            placements, of_gradient = placed(Replicate()), placed(Partial())
+        if tensor.placements != placements:
+            tensor = tensor.redistribute(placements=placements)
+        shares[name] = tensor.to_local(grad_placements=of_gradient)
+    parts = {} if num_groups is None else {"num_groups": num_groups // shards}
+    share = function(**shares, **parts)
     axis = layout.axis % share.ndim
-    shape = list(share.shape)
-    shape[axis] *= shards
-    for role in roles:
-        if role is not None and role != _CHANNELS:
-            shape[role] = input.shape[role]  # the parts of different ranks may differ in size
-    return DTensor.from_local(
-        share, mesh, placed(Shard(axis)), shape=torch.Size(shape), stride=_dense_strides(shape, share)
-    )
+    # The parts of the batch that different ranks have may differ in size.
+    shape = [
+        input.shape[i] if i in roles else size * (shards if i == axis else 1) for i, size in enumerate(share.shape)
+    ]
+    order = sorted(range(share.ndim), key=lambda axis: (-share.stride()[axis], axis))
+    strides = torch.empty_permuted(shape, order, device="meta").stride()
+    return DTensor.from_local(share, mesh, placed(Shard(axis)), shape=torch.Size(shape), stride=strides)
 
 
 def minimum_on_shards(
@@ -121,9 +113,8 @@ def minimum_on_shards(
     tensors: Mapping[str, torch.Tensor | None],
     bias: torch.Tensor | None,
     num_groups: int,
-    **others: Any,
 ) -> "DTensor":
-    """``function(**tensors, num_groups=num_groups, **others) + bias``, of a function of row minima (batch, 1).
+    """``function(**tensors, num_groups=num_groups) + bias``, of a function of row minima (batch, 1).
 
     Every rank gets the minima of all shards and takes the least. The bias is added after that, so the result has the
     bias's placement where the channels are divided. The placement ``Partial("min")`` is not used: a minimum over ranks
@@ -133,11 +124,10 @@ def minimum_on_shards(
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, _ = _on_one_mesh({**tensors, "bias": bias})
-    minima = on_shards(function, Layout(weight_axis=0, axis=1), tensors, num_groups, **others)
+    minima = on_shards(function, Layout(weight_axis=0, axis=1), tensors, num_groups)
     placements = tuple(Replicate() if each == Shard(1) else each for each in minima.placements)
     share = minima.redistribute(placements=placements).to_local().min(dim=1, keepdim=True)[0]
-    shape = torch.Size((minima.shape[0], 1))
-    minimum = DTensor.from_local(share, mesh, placements, shape=shape, stride=(1, 1))
+    minimum = DTensor.from_local(share, mesh, placements, shape=torch.Size((minima.shape[0], 1)), stride=(1, 1))
     return minimum if bias is None else cast("DTensor", (minimum + bias).to(minimum.dtype))
 
 
@@ -163,16 +153,15 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for child in module.modules():
-        if isinstance(child, torch.nn.GroupNorm) and child.num_groups % mesh.size() != 0:
-            raise ValueError(_cut_groups(child.num_groups, mesh.size()))
+        if isinstance(child, torch.nn.GroupNorm):
+            _require_whole_groups(child.num_groups, mesh.size())
     for key, parameter in list(module.named_parameters(recurse=False)):
-        placements = [Shard(_channels_in(module, key, parameter))] * mesh.ndim
-        sharded = distribute_tensor(parameter.detach(), mesh, placements)
+        channels = Shard(_channels_in(module, key, parameter))
+        sharded = distribute_tensor(parameter.detach(), mesh, [channels] * mesh.ndim)
         module.register_parameter(key, torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _channels_in(module: torch.nn.Module, key: str, parameter: torch.Tensor) -> int:
-    """The axis of the channels in a module's parameter."""
     if isinstance(module, torch.nn.Linear):
         return 0
     if isinstance(module, torch.nn.ConvTranspose2d) and key == "weight":
@@ -197,81 +186,57 @@ def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMes
     from torch.distributed.tensor import DTensor
 
     first, mesh = next((name, each.device_mesh) for name, each in tensors.items() if isinstance(each, DTensor))
-    given = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be a DTensor, as {first} is, got {type(tensor).__name__}")
         if tensor.device_mesh != mesh:
             raise ValueError(f"{name} must be on {first}'s device mesh {mesh}, got {tensor.device_mesh}")
-        given[name] = tensor
     return mesh, given
 
 
-def _roles(layout: Layout, tensors: Mapping[str, "DTensor"]) -> list[int | None]:
-    """What each dimension of the mesh divides: the channels, an axis of the batch (its number), or nothing (None)."""
+def _roles(
+    layout: Layout,
+    tensors: Mapping[str, "DTensor"],
+    mesh: "DeviceMesh",
+    num_groups: int | None,
+    groups: int,
+) -> tuple[list[int | None], int]:
+    """What each dimension of the mesh divides: the channels, an axis of the batch (its number), or nothing (None).
+
+    With the number of the channels' shards, each of which holds whole groups.
+    """
     from torch.distributed.tensor import Shard
 
-    input, name = tensors["input"], _holder_of_channels(layout)
-    along = _channels_of(layout, name, tensors[name])
+    input, name = tensors["input"], "input" if layout.weight_axis is None else "weight"
+    holder = tensors[name]
+    along = _channels_of(layout, name, holder)
     batch = range(input.ndim - 1) if layout.axis == -1 else range(1)
     roles: list[int | None] = []
-    for of_input, of_channels in zip(input.placements, tensors[name].placements, strict=True):
+    for of_input, of_channels in zip(input.placements, holder.placements, strict=True):
         # The type itself: a strided shard may be a subclass, and its channels are not neighbours.
         if type(of_channels) is Shard and of_channels.dim == along:
             roles.append(_CHANNELS)
         elif name == "weight" and not of_channels.is_replicate():
-            placements = ", ".join(map(repr, tensors[name].placements))
+            placements = ", ".join(map(repr, holder.placements))
             raise ValueError(f"weight must be replicated or have the placement Shard(dim={along}), got {placements}")
-        elif type(of_input) is Shard and of_input.dim in batch:
-            roles.append(of_input.dim)
         else:
-            roles.append(None)
-    return roles
-
-
-def _holder_of_channels(layout: Layout) -> str:
-    return "input" if layout.weight_axis is None else "weight"
-
-
-def _check_whole_groups(
-    layout: Layout, tensors: Mapping[str, "DTensor"], num_groups: int | None, shards: int, convolution_groups: int
-) -> None:
-    if shards == 1:
-        return
-    if convolution_groups != 1:
-        raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {convolution_groups}")
+            roles.append(of_input.dim if type(of_input) is Shard and of_input.dim in batch else None)
+    shards = math.prod([mesh.size(dimension) for dimension, role in enumerate(roles) if role == _CHANNELS])
+    if shards > 1 and groups != 1:
+        raise ValueError(f"groups must be 1 where weight's out_channels are sharded, got {groups}")
     if num_groups is not None:
-        if num_groups % shards != 0:
-            raise ValueError(_cut_groups(num_groups, shards))
-        return
-    name = _holder_of_channels(layout)
-    channels = tensors[name].shape[_channels_of(layout, name, tensors[name])]
-    if channels % shards != 0:
-        raise ValueError(f"{name}'s number of channels must be a multiple of its {shards} shards, got {channels}")
+        _require_whole_groups(num_groups, shards)
+    elif holder.shape[along] % shards != 0:
+        raise ValueError(
+            f"{name}'s number of channels must be a multiple of its {shards} shards, got {holder.shape[along]}"
+        )
+    return roles, shards
 
 
-def _cut_groups(num_groups: int, shards: int) -> str:
-    return (
-        f"num_groups must be a multiple of the {shards} shards of the channels, each of which holds whole groups, "
-        f"got {num_groups}"
-    )
-
-
-def _share(
-    tensor: "DTensor", placements: tuple["Placement", ...], gradient_placements: tuple["Placement", ...]
-) -> torch.Tensor:
-    """This rank's part of a tensor with these placements, and with these placements of its gradient."""
-    if tensor.placements != placements:
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local(grad_placements=gradient_placements)
-
-
-def _dense_strides(shape: list[int], like: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor of this shape whose axes are in the memory order of ``like``'s."""
-    strides, step = [0] * len(shape), 1
-    for axis in sorted(range(len(shape)), key=lambda axis: (like.stride(axis), -axis)):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return tuple(strides)
+def _require_whole_groups(num_groups: int, shards: int) -> None:
+    if num_groups % shards != 0:
+        raise ValueError(
+            f"num_groups must be a multiple of the {shards} shards of the channels, each of which holds whole groups, "
+            f"got {num_groups}"
+        )

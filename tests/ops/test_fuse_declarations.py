@@ -1,6 +1,7 @@
 """Promise: a chain's declaration and the names of its function's parameters are all that ``fuse`` needs to know."""
 
 import copy
+import dataclasses
 import inspect
 
 import pytest
@@ -13,7 +14,6 @@ from ops import fuse_calls
 from ops.fuse import fuse
 from tests.ops import fused_models
 from tests.ops.fused_models import L30, L94, OUT, Parts, assert_same, input_of, made
-from triton_kernels.chain import Chain
 from triton_kernels.pointwise import ADD, HARDTANH, MISH
 
 calls = pytest.fixture(fused_models.calls)
@@ -21,9 +21,9 @@ calls = pytest.fixture(fused_models.calls)
 
 @pytest.mark.parametrize("name", fuse_calls.CHAINS)
 def test_names_are_parameters(name):
-    chain, names = fuse_calls.CHAINS[name]
-    assert len(names) == len(chain.steps) + (chain.reduction is not None)
-    flat = [each for entry in names for each in (entry if isinstance(entry, tuple) else (entry,))]
+    chain = fuse_calls.CHAINS[name]
+    assert len(chain.names) == sum(bool(step.operand) for step in chain.steps) + (chain.reduction is not None)
+    flat = [each for entry in chain.names for each in (entry if isinstance(entry, tuple) else (entry,))]
     assert set(flat) <= set(inspect.signature(getattr(ops, name)).parameters) and len(set(flat)) == len(flat)
 
 
@@ -31,14 +31,13 @@ def test_names_are_parameters(name):
 def declare(monkeypatch, calls):
     """Adds a chain and its function, which records its calls."""
 
-    def declare_chain(chain, names, function):
+    def declare_chain(chain, function):
         def recorded(*arguments, **options):
             calls.append(function.__name__)
             return function(*arguments, **options)
 
         monkeypatch.setattr(ops, function.__name__, recorded, raising=False)
-        monkeypatch.setitem(fuse_calls.CHAINS, function.__name__, (chain, names))
-        monkeypatch.setitem(fuse_calls._STEPS, function.__name__, (len(chain.biases), chain.steps[len(chain.biases) :]))
+        monkeypatch.setitem(fuse_calls.CHAINS, function.__name__, chain)
 
     return declare_chain
 
@@ -61,32 +60,34 @@ def linear_hardtanh_group_norm_hardtanh(
 
 FIFTH_CHAINS = {
     "a bias after an activation": (
-        Chain("linear", before=(MISH, ADD)),
-        ("linear_bias", (), "bias", "norm_weight", "norm_bias"),
+        ops.Chain("linear", before=(MISH, ADD), names=("linear_bias", "bias", "norm_weight", "norm_bias")),
         linear_mish_add_group_norm,
         lambda self, x: self.groupnorm(self.mish(self.gemm(x)) + self.bias),
     ),
     "the same function twice": (
-        Chain("linear", before=(HARDTANH,), after=(HARDTANH,)),
-        ("linear_bias", ("low", "high"), "norm_weight", "norm_bias", ("min_val", "max_val")),
+        ops.Chain(
+            "linear",
+            before=(HARDTANH,),
+            after=(HARDTANH,),
+            names=("linear_bias", ("low", "high"), "norm_weight", "norm_bias", ("min_val", "max_val")),
+        ),
         linear_hardtanh_group_norm_hardtanh,
         lambda self, x: self.groupnorm(self.gemm(x).clamp(-2, 3)).clamp(-0.25, 0.5),
     ),
     "nothing after the norm": (
-        Chain("linear"),
-        ("linear_bias", "norm_weight", "norm_bias"),
+        ops.Chain("linear", names=("linear_bias", "norm_weight", "norm_bias")),
         linear_group_norm,
         lambda self, x: self.gelu(self.groupnorm(self.gemm_without_bias(x) + self.bias)),
     ),
 }
 
 
-@pytest.mark.parametrize("chain, names, function, forward", FIFTH_CHAINS.values(), ids=FIFTH_CHAINS)
-def test_fifth_chain(chain, names, function, forward, declare, calls):
+@pytest.mark.parametrize("chain, function, forward", FIFTH_CHAINS.values(), ids=FIFTH_CHAINS)
+def test_fifth_chain(chain, function, forward, declare, calls):
     model = made(forward)
     plain = copy.deepcopy(model)
     assert not fuse(model).replaced
-    declare(chain, names, function)
+    declare(chain, function)
     report = fuse(model)
     assert [entry.chain for entry in report.replaced] == [function.__name__] and not report.left
     assert_same(model, plain, input_of(L30))
@@ -95,7 +96,7 @@ def test_fifth_chain(chain, names, function, forward, declare, calls):
 
 def test_longest_chain(declare, calls):
     """Where one chain begins with all of another."""
-    declare(*FIFTH_CHAINS["nothing after the norm"][:3])
+    declare(*FIFTH_CHAINS["nothing after the norm"][:2])
     model = made(lambda self, x: self.hardtanh(self.groupnorm(self.gemm(x))))
     assert [entry.chain for entry in fuse(model).replaced] == [L30]
     model(input_of(L30))
@@ -149,12 +150,11 @@ def test_shapes_that_change(calls):
 
 
 @fused_models.by_benchmark
-def test_compile_in_a_new_process(chain):
-    """As of a model that was loaded there: nothing has asked the chains for their steps yet."""
+def test_compile_in_a_new_process(chain, monkeypatch):
+    """As of a model that was loaded there: the chains are as they were declared, and none was called yet."""
     model = made(fused_models.BENCHMARKS[chain])
     fuse(model)
-    for declared, _ in fuse_calls.CHAINS.values():
-        for name in ("biases", "activation", "last", "steps"):
-            vars(declared).pop(name, None)
+    for name, declared in fuse_calls.CHAINS.items():
+        monkeypatch.setitem(fuse_calls.CHAINS, name, dataclasses.replace(declared))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_of(chain)), model(input_of(chain)))
