@@ -272,14 +272,14 @@ class Chain(triton_kernels.chain.Chain):
         others = geometry.arguments if geometry else {}
         layout = _LAYOUTS.get(self.contraction, tensor_parallel.NORM if self.norm else tensor_parallel.POINTWISE)
 
-        def of_shares(input, num_groups=1, groups=1, **shares):
+        def of_shares(input, num_groups=1, **shares):
             weight = shares.pop("weight") if self.contraction else None
             return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, tuple(others.items()))
 
         if self.reduction:
             return tensor_parallel.minimum_on_shards(of_shares, tensors, bias, num_groups)
-        shared = {"groups": geometry.groups} if geometry else {}
-        return tensor_parallel.on_shards(of_shares, layout, tensors, num_groups if self.norm else None, **shared)
+        groups = geometry.groups if geometry else 1
+        return tensor_parallel.on_shards(of_shares, layout, tensors, num_groups if self.norm else None, groups)
 
 
 #: The chains that a compiled graph may name.
