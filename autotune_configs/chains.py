@@ -65,10 +65,8 @@ class NamedChain:
 
     def by_cublas(self, sizes: tuple[int, ...], dtype: str, gpu: Gpu) -> bool:
         """Whether this is a Linear chain in 16 bits whose product cuBLAS computes on this GPU."""
-        if not self.is_linear or dtype == "float32":
-            return False
-        M, K, N = sizes
-        return gpu.prefers_cublas(M, N, K)
+        M, K, N, *_ = sizes
+        return self.is_linear and dtype != "float32" and gpu.prefers_cublas(M, N, K)
 
     def problems(
         self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], gpu: Gpu | None = None
@@ -78,8 +76,7 @@ class NamedChain:
             return image_problems(sizes, dtype, passes, self.group_size)
         by_cublas = gpu is not None and self.by_cublas(sizes, dtype, gpu)
         found = linear_problems(self.chain, sizes, dtype, passes, self.group_size, by_cublas)
-        splits = gpu is not None and gpu.splits_float32
-        return [problem for problem in found if problem.precision is None or not splits]
+        return [problem for problem in found if not (problem.precision and gpu and gpu.splits_float32)]
 
 
 def linear_problems(
@@ -125,18 +122,20 @@ def image_problems(sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], 
     height, width = height + kernel - 1, width + kernel - 1
     images = (B, channels, height * width, largest_divisor(channels, group_size))
     both = (CONTIGUOUS, CHANNELS_LAST)
-    found = []
-    if "forward" in passes:
-        if dtype != "float32":
-            taps = (B, in_channels, channels, height, width, kernel, kernel)
-            layouts = (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}")
-            found += [Problem("convolution", dtype, taps, None, layout) for layout in layouts]
-        found += [Problem("image_statistics", dtype, images, None, layout) for layout in both]
-        layouts = (*both, f"{CHANNELS_LAST} to {CONTIGUOUS}")
-        found += [Problem("image_group_norm", dtype, images, None, layout) for layout in layouts]
-    if "backward" in passes:
-        found += [Problem("image_group_norm_backward", dtype, images, None, layout) for layout in both]
-    return found
+    taps = (B, in_channels, channels, height, width, kernel, kernel)
+    convolutions = (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}") if dtype != "float32" else ()
+    looked_up = (
+        ("forward", "convolution", taps, convolutions),
+        ("forward", "image_statistics", images, both),
+        ("forward", "image_group_norm", images, (*both, f"{CHANNELS_LAST} to {CONTIGUOUS}")),
+        ("backward", "image_group_norm_backward", images, both),
+    )
+    return [
+        Problem(name, dtype, sizes, None, layout)
+        for direction, name, sizes, layouts in looked_up
+        for layout in layouts
+        if direction in passes
+    ]
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -217,22 +217,16 @@ def _sweep(options: argparse.Namespace) -> int:
         parser.error(f"cannot write your tables: {error.filename}: {error.strerror}")
     dropped = [f"--{name}" for name in ("again", "quick") if getattr(options, name)]
     interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
-    with (
-        reporting.SweepReport(gpu, table, len(problems), dropped) as report,
-        Precompiler(gpu, options.processes) as precompiler,
-    ):
-        return report.run(
-            lambda: sweep.sweep_and_store(
-                problems,
-                device,
-                budget=options.budget_seconds,
-                again=options.again,
-                is_quick=options.quick,
-                **(interpreted if INTERPRETED else {"resources": precompiler}),
-                on_problem=report.begin,
-                on_outcome=report.add_outcome,
-                on_result=report.add_result,
-            )
+    with Precompiler(gpu, options.processes) as precompiler:
+        return reporting.run_sweep(
+            problems,
+            device,
+            table,
+            dropped,
+            budget=options.budget_seconds,
+            again=options.again,
+            is_quick=options.quick,
+            **(interpreted if INTERPRETED else {"resources": precompiler}),
         )
 
 

@@ -5,6 +5,7 @@ the best one. A neighbour differs by one step in one field.
 """
 
 import contextlib
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -63,14 +64,9 @@ class Kernel(ABC):
         passes = () if self.name.endswith("backward") else ("rows_per_program", "strip")
         return {name: values for name, values in self.ranges.items() if name not in passes}
 
-    def seconds(self, config: Any, problem: Problem, gpu: Gpu) -> float | None:
-        """A rough prediction of the time of a 16-bit problem; not every kernel has it."""
-        return None
-
-    def predicted(self, configs: Iterable[Config], problem: Problem, gpu: Gpu) -> list[float]:
-        """The predicted time with each of the configs; empty without a prediction."""
-        seconds = [self.seconds(config, problem, gpu) for config in configs]
-        return [each for each in seconds if each is not None]
+    def seconds(self, config: Any, problem: Problem, gpu: Gpu) -> float:
+        """A rough prediction of the time. Where there is none, all configs are predicted alike."""
+        return 1.0
 
     def config_of(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
         """The config with these values, or None if it is not valid for the problem.
@@ -155,11 +151,6 @@ class LinearKernel(Kernel):
         return self.name.endswith(ROW_MINIMUM.name)
 
     @property
-    def _loads_tensors(self) -> bool:
-        """Whether the chain has operands of the product's shape (``Chain.kernel``)."""
-        return "_tensor" in self.name
-
-    @property
     def space(self):
         return {**self.ranges, "store_strips": (1,)} if self._reduces else self.ranges
 
@@ -187,7 +178,7 @@ class LinearKernel(Kernel):
         """
         element_size = ELEMENT_SIZES[problem.dtype]
         staged_columns = problem.sizes[3] * 4 // element_size if self._reduces else None
-        if self._loads_tensors:
+        if "_tensor" in self.name:  # the chain has operands of the product's shape (``Chain.kernel``)
             staged_columns = config.stored_columns + config.epilogue_columns // 2
         return config.shared_memory(element_size, staged_columns)
 
@@ -197,17 +188,15 @@ class LinearKernel(Kernel):
         heuristic = self.heuristic(problem, gpu)
         if K * element_size % 16 != 0:  # loaded without tensor descriptors: only the heuristic has tiles for this
             return config == heuristic
-        if 1 < group_size <= WIDEST_TILE and heuristic.holds_groups_of(group_size):
-            if not config.holds_groups_of(group_size):
-                return False
-        if element_size == 4 and config.block_k > _DEEPEST_FLOAT32_BLOCK:
-            return False
+        may_split_groups = group_size > WIDEST_TILE or not heuristic.holds_groups_of(group_size)
         # Unaligned rows are stored through pointers, in one strip. The heuristic's tile is known to fit even so.
         is_aligned = N * element_size % 16 == 0 or config == heuristic
         staging = config if is_aligned else replace(config, store_strips=1)
         trapped = gpu.architecture == 100 and element_size == 4 and (config.block_m, config.block_n) == (64, 256)
         return (
-            config.block_m <= max(16, next_power_of_2(M))
+            (may_split_groups or config.holds_groups_of(group_size))
+            and (element_size == 2 or config.block_k <= _DEEPEST_FLOAT32_BLOCK)
+            and config.block_m <= max(16, next_power_of_2(M))
             and config.block_m * config.block_n <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
             and min(config.block_m, config.block_n, config.block_k) >= 16
             and config.stored_columns >= 16
@@ -220,17 +209,17 @@ class LinearKernel(Kernel):
         """A tile of each shape. With few rows a kernel mostly loads weights: deep blocks keep many bytes in flight."""
         element_size = ELEMENT_SIZES[problem.dtype]
         tallest = max(16, next_power_of_2(problem.sizes[0]))
-        for block_m in (min(tallest, 64), min(tallest, 128), min(tallest, 256)):
-            for block_n in (32, 64, 128, 256):
-                warps = 8 if block_m * block_n > 64 * 64 else 4
-                if block_m <= 32 and element_size == 2:
-                    yield LinearConfig(block_m, block_n, 128, num_warps=4, num_stages=4)
-                else:
-                    yield LinearConfig(block_m, block_n, 128 // element_size, num_warps=warps, num_stages=3)
+        for block_m, block_n in itertools.product((64, 128, 256), (32, 64, 128, 256)):
+            block_m = min(tallest, block_m)
+            if block_m <= 32 and element_size == 2:
+                yield LinearConfig(block_m, block_n, 128, num_warps=4, num_stages=4)
+            else:
+                num_warps = 8 if block_m * block_n > 64 * 64 else 4
+                yield LinearConfig(block_m, block_n, 128 // element_size, num_warps=num_warps, num_stages=3)
 
     def seconds(self, config, problem, gpu):
         if ELEMENT_SIZES[problem.dtype] != 2:
-            return None
+            return super().seconds(config, problem, gpu)
         M, N, K, _ = problem.sizes
         return product_seconds((config.block_m, config.block_n), M, N, K, gpu.multiprocessors)
 
@@ -262,9 +251,8 @@ class GroupNormKernel(Kernel):
 
     def starts(self, problem):
         heuristic = heuristic_group_norm_config(*problem.sizes)
-        for block_m in (1, 4, 16):
-            rows = max(block_m, next_power_of_2(heuristic.rows_per_program))
-            yield replace(heuristic, block_m=block_m, rows_per_program=rows)
+        rows = next_power_of_2(heuristic.rows_per_program)
+        return [replace(heuristic, block_m=block_m, rows_per_program=max(block_m, rows)) for block_m in (1, 4, 16)]
 
 
 class ImageNormKernel(Kernel):
@@ -292,9 +280,10 @@ class ImageNormKernel(Kernel):
         )
 
     def starts(self, problem):
-        for values in (2048, 4096, 8192):
-            for block_s in (32, 64, 256, 1024):
-                yield ImageNormConfig(max(1, min(values // block_s, problem.sizes[1])), block_s)
+        return [
+            ImageNormConfig(max(1, min(values // block_s, problem.sizes[1])), block_s)
+            for values, block_s in itertools.product((2048, 4096, 8192), (32, 64, 256, 1024))
+        ]
 
 
 class ConvolutionKernel(Kernel):

@@ -58,8 +58,8 @@ def find(problem: Problem, gpu: Gpu) -> Found:
         candidates.append(found)
     if nearest > _NEAR:
         candidates.insert(0, Found(kernel.heuristic(problem, gpu)))
-    seconds = kernel.predicted([each.config for each in candidates], problem, gpu)
-    if seconds and min(seconds) < _WORTHWHILE * seconds[0]:
+    seconds = [kernel.seconds(each.config, problem, gpu) for each in candidates]
+    if min(seconds) < _WORTHWHILE * seconds[0]:
         return replace(candidates[seconds.index(min(seconds))], fills_last_wave=True)
     return candidates[0]
 

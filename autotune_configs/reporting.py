@@ -2,22 +2,24 @@
 
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from autotune_configs import sweep
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
 from autotune_configs.gpus import KNOWN, Gpu
 from autotune_configs.kernels import KERNELS, Config, config_of
 from autotune_configs.lookup import Found
 from autotune_configs.precompile import Launch, Precompiler
 from autotune_configs.problem import Problem
-from autotune_configs.sweep import DeviceLost, Outcome, Result
+from autotune_configs.sweep import Outcome, Result
 from autotune_configs.tables import read_strictly, searched, shipped_folder
 from autotune_configs.workloads import is_of_every_process
 
@@ -54,60 +56,46 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-class SweepReport:
-    """Prints a line for each problem, and a progress bar; a context manager.
+def run_sweep(problems: list[Problem], device: torch.device, table: Path, dropped: list[str], **options) -> int:
+    """Sweep problems into a table, with a progress bar and a line for each.
 
-    The sweep continues where it was when its command runs again without the options ``dropped``.
+    The sweep continues where it was when its command runs again without the options ``dropped``. Returns the exit
+    status: 1 if a result was wrong, 130 if the user interrupted.
     """
+    console = _console()
+    how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
+    results: list[Result] = []
+    progress = _progress(console)
+    task = progress.add_task("", total=len(problems))
 
-    def __init__(self, gpu: Gpu, table: Path, problems: int, dropped: list[str]):
-        self._console = _console()
-        self._progress = _progress(self._console)
-        self._task = self._progress.add_task("", total=problems)
-        self._how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
-        self._tried = 0
-        self.results: list[Result] = []
-        self._console.print(f"{escape(gpu.name)}: {_count(problems, 'problem')}, into {escape(str(table))}")
+    def tell_progress(problem: Problem, outcomes: list[Outcome]) -> None:
+        tried = f" ({_count(len(outcomes), 'config')})" if outcomes else ""
+        progress.update(task, description=escape(f"{problem}{tried}"))
+        if outcomes and outcomes[-1].is_wrong:
+            wrong = outcomes[-1]
+            console.print(f"[red]WRONG: {_settings(asdict(wrong.config))}: {escape(str(wrong.reason))}[/]")
 
-    def __enter__(self):
-        self._progress.start()
-        return self
+    def tell_result(result: Result) -> None:
+        results.append(result)
+        progress.advance(task)
+        console.print(_line(result))
 
-    def __exit__(self, *exception):
-        self._progress.stop()
-
-    def begin(self, problem: Problem) -> None:
-        self._tried = 0
-        self._progress.update(self._task, description=escape(str(problem)))
-
-    def add_outcome(self, outcome: Outcome) -> None:
-        self._tried += 1
-        problem = self._progress.tasks[self._task].description.split(" (")[0]
-        self._progress.update(self._task, description=f"{problem} ({_count(self._tried, 'config')})")
-        if outcome.is_wrong:
-            self._console.print(f"[red]WRONG: {_settings(asdict(outcome.config))}: {escape(str(outcome.reason))}[/]")
-
-    def add_result(self, result: Result) -> None:
-        self.results.append(result)
-        self._progress.advance(self._task)
-        self._console.print(_line(result))
-
-    def run(self, sweep: Callable[[], object]) -> int:
-        """The exit status: 1 if a result was wrong, 130 if the user interrupted."""
-        try:
-            sweep()
-        except KeyboardInterrupt:
-            self._console.print(f"Interrupted. {self._how_on} continues from here.")
-            return 130
-        except DeviceLost as error:
-            self._console.print(f"[red]The GPU no longer answers, after {escape(str(error))}[/]")
-            self._console.print(f"{self._how_on} continues after this config, in a new process.")
-            return 1
-        finally:
-            unfinished = sum(not result.is_whole for result in self.results)
-            if unfinished:
-                self._console.print(f"Not finished: {_count(unfinished, 'problem')}. {self._how_on} continues.")
-        return int(any(result.is_red for result in self.results))
+    console.print(f"{escape(Gpu.of(device).name)}: {_count(len(problems), 'problem')}, into {escape(str(table))}")
+    try:
+        with progress:
+            sweep.sweep_and_store(problems, device, on_progress=tell_progress, on_result=tell_result, **options)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. {how_on} continues from here.")
+        return 130
+    except sweep.DeviceLost as error:
+        console.print(f"[red]The GPU no longer answers, after {escape(str(error))}[/]")
+        console.print(f"{how_on} continues after this config, in a new process.")
+        return 1
+    finally:
+        unfinished = sum(not result.is_whole for result in results)
+        if unfinished:
+            console.print(f"Not finished: {_count(unfinished, 'problem')}. {how_on} continues.")
+    return int(any(result.is_red for result in results))
 
 
 def _line(result: Result) -> str:
@@ -174,35 +162,32 @@ def _joined(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes))
 
 
+def _tables_of(gpu: Gpu) -> str:
+    return ", ".join(_table_name(str(path)) for path, _ in searched(gpu) if path.is_file()) or "none"
+
+
 def list_what_can_be_shown() -> None:
     """Print the names that commands take: chains, kernels, sizes, dtypes, passes and GPUs."""
     console = _console()
-    chains = _table("chain", "function in ops", "sizes", "target shape")
-    for name, chain in CHAINS.items():
-        chains.add_row(name, chain.function, " x ".join(chain.size_names), _joined(chain.target))
-    kernels = _table("kernel", "sizes")
-    for name, kernel in KERNELS.items():
-        kernels.add_row(name, " x ".join(kernel.size_names))
-    sizes = _table("size", "meaning")
-    for name, meaning in SIZES.items():
-        sizes.add_row(name, escape(meaning))
-    gpus = _table("GPU", "tables")
-    for name in KNOWN:
-        gpu = Gpu.called(name)
-        files = [str(path) for path, _ in searched(gpu) if path.is_file()]
-        gpus.add_row(escape(name), ", ".join(map(_table_name, files)) or "none")
-    for table in (chains, kernels, sizes, gpus):
+    listed: dict[tuple[str, ...], Iterable[tuple[str, ...]]] = {
+        ("chain", "function in ops", "sizes", "target shape"): (
+            (name, chain.function, " x ".join(chain.size_names), _joined(chain.target))
+            for name, chain in CHAINS.items()
+        ),
+        ("kernel", "sizes"): ((name, " x ".join(kernel.size_names)) for name, kernel in KERNELS.items()),
+        ("size", "meaning"): SIZES.items(),
+        ("GPU", "tables"): ((name, _tables_of(Gpu.called(name))) for name in KNOWN),
+    }
+    for columns, rows in listed.items():
+        table = Table(box=None, pad_edge=False)
+        for column in columns:
+            table.add_column(column, overflow="fold", no_wrap=column not in ("sizes", "meaning"))
+        for row in rows:
+            table.add_row(*map(escape, row))
         console.print(table)
         console.print()
     console.print("--gpu takes words or parts of a name that no other GPU has: h200, l4, 'a100 40gb'.\n")
     console.print(f"dtypes: {', '.join(DTYPES)}\npasses: {', '.join(PASSES)}")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in ("sizes", "meaning"))
-    return table
 
 
 def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: list[str]) -> int:
@@ -217,7 +202,7 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
         faults.append(text)
         console.print(f"[red]{escape(text)}[/]")
 
-    work, unknown, done = [], {}, []
+    work, unknown = [], {}
     for path in paths:
         try:
             gpu, entries = read_strictly(path)
@@ -235,25 +220,25 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
                 else:
                     launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
         work.append((path, gpu, list(launches.values())))
-    total = sum(len(of_one) for _, _, of_one in work)
+    progress = _progress(console)
+    progress.add_task("", total=sum(len(of_one) for _, _, of_one in work))
+    (bar,) = progress.tasks
     ending = ""
     try:
-        with _progress(console) as progress:
-            task = progress.add_task("", total=total)
+        with progress:
             for path, gpu, of_one in work:
-                progress.update(task, description=escape(path.name))
+                progress.update(bar.id, description=escape(path.name))
 
                 def add_compiled(launch: Launch, fault: str | None, path: Path = path) -> None:
-                    done.append(launch)
-                    progress.advance(task)
+                    progress.advance(bar.id)
                     if fault:
                         add_fault(f"{path}: {launch[0]}: {_settings(asdict(launch[1]))}: {fault}")
 
                 with Precompiler(gpu, processes) as precompiler:
                     precompiler.compile(of_one, on_compiled=add_compiled)
     except KeyboardInterrupt:
-        ending = f", interrupted with {total - len(done)} left"
-    compiled = f"{_count(len(done), 'kernel variant')} compiled"
+        ending = f", interrupted with {bar.remaining:.0f} left"
+    compiled = f"{_count(int(bar.completed), 'kernel variant')} compiled"
     console.print(f"{_count(len(paths), 'table')}, {compiled}, {_count(len(faults), 'fault')}{ending}")
     for note in (*unknown.values(), *notes):
         console.print(escape(note))

@@ -3,9 +3,10 @@
 On the "meta" device the tensors have no memory. A launch there can be compiled without a GPU.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,16 +36,20 @@ _OUTLIER = 64
 
 
 class Workload(ABC):
-    """Random tensors for a problem. ``written`` is what a launch writes, filled with NaN before each checked one."""
+    """Random tensors for a problem.
+
+    ``written`` is what a launch writes, filled with NaN before each checked one. Its results are as precise as
+    ``precision``, or as their own dtypes.
+    """
 
     written: tuple[torch.Tensor, ...] = ()
+    precision: torch.dtype | None = None
 
     def __init__(self, problem: Problem, device: torch.device):
         self.problem = problem
         self.device = device
         self.dtype = getattr(torch, problem.dtype)
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
-        self._expected: tuple[torch.Tensor, ...] | None = None
 
     @abstractmethod
     def launch(self, config: Config) -> None:
@@ -69,9 +74,6 @@ class Workload(ABC):
 
     def fault(self, config: Config) -> str | None:
         """What is wrong with the results of a launch, in a few words, or None."""
-        if self._expected is None:
-            with torch.enable_grad():
-                self._expected = self.expected()
         self.poison(config)
         self.launch(config)
         for result, expected in zip(self.results(config), self._expected, strict=True):
@@ -79,7 +81,7 @@ class Workload(ABC):
                 return "not everything is written"
             error = result[: len(expected)].double() - expected
             mean_square = expected.square().mean().sqrt()
-            tolerance = _TOLERANCES[self.tolerated(result)]
+            tolerance = _TOLERANCES[self.precision or result.dtype]
             relative = (error.square().mean().sqrt() / mean_square).item()
             if not relative <= tolerance:
                 return f"wrong by {relative:.1e}"
@@ -87,9 +89,10 @@ class Workload(ABC):
                 return f"one element wrong by {error.abs().max().item():.1e}"
         return None
 
-    def tolerated(self, result: torch.Tensor) -> torch.dtype:
-        """The dtype whose precision a result must have."""
-        return result.dtype
+    @functools.cached_property
+    def _expected(self) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            return self.expected()
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normally distributed random numbers."""
@@ -110,8 +113,7 @@ class ChainWorkload(Workload):
     def __init__(self, problem: Problem, device: torch.device, chain: Chain, M: int, N: int):
         super().__init__(problem, device)
         self.chain, self.M, self.N, self.group_size = chain.of_dtype(self.dtype), M, N, problem.sizes[-1]
-        named = next((each for each in CHAINS.values() if each.chain.kernel == chain.kernel), None)
-        numbers = iter(named.numbers if named else ())
+        numbers = iter(next((each.numbers for each in CHAINS.values() if each.chain.kernel == chain.kernel), ()))
         self.operands = tuple(self._operand(step, numbers) for step in chain.steps)
 
     def _operand(self, step: Pointwise, numbers: Iterator[tuple[float, ...]]) -> Any:
@@ -126,22 +128,17 @@ class ChainWorkload(Workload):
         biases = len(self.chain.biases)
         self.operands = (*[None] * biases, *self.operands[biases:])
 
-    def plain(self, z: torch.Tensor, operands: Sequence[Any] | None = None) -> torch.Tensor:
-        """The chain of z in float64, by PyTorch."""
-        operands = doubled(self.operands if operands is None else operands)
-        return reference.plain(self.chain, z.double(), operands, self.N // self.group_size, _EPS)
+    def plain(self, z: torch.Tensor, *last: torch.Tensor) -> torch.Tensor:
+        """The chain of z in float64, by PyTorch. ``last`` take the places of the last operands."""
+        operands = (*self.operands[: len(self.operands) - len(last)], *last)
+        doubled = [each.double() if isinstance(each, torch.Tensor) else each for each in (z, *operands)]
+        return reference.plain(self.chain, doubled[0], doubled[1:], self.N // self.group_size, _EPS)
 
     def plain_gradients(self, z: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Those of z, of a bias that z holds, and of the norm's weight and bias, which are the last operands."""
-        leaves = [each.requires_grad_() for each in doubled((z, *self.operands[-2:]))]
-        output = self.plain(leaves[0], (*self.operands[:-2], *leaves[1:]))
-        of_z, *of_norm = torch.autograd.grad(output, leaves, gradient.double())
+        leaves = [each.double().requires_grad_() for each in (z, *self.operands[-2:])]
+        of_z, *of_norm = torch.autograd.grad(self.plain(*leaves), leaves, gradient.double())
         return of_z, of_z.transpose(0, 1).flatten(1).sum(1), *of_norm
-
-
-def doubled(values: Iterable[Any]) -> list[Any]:
-    """The values, tensors in float64."""
-    return [each.double() if isinstance(each, torch.Tensor) else each for each in values]
 
 
 class Linear(ChainWorkload):
@@ -253,6 +250,7 @@ class ImageWorkload(ChainWorkload):
         layouts = problem.layout.split(" to ")
         self.input = self.image(layouts[0]).normal_(generator=self._generator)
         self.output = self.image(layouts[-1])
+        self.precision = self.dtype  # its GELU is no more precise
 
     def image(self, layout: str) -> torch.Tensor:
         return self.images(layout, self.M, self.N, 1, self.S).flatten(2)
@@ -260,9 +258,6 @@ class ImageWorkload(ChainWorkload):
     def statistics(self, config=None):
         config = config or ImageNormConfig.fit(self.input)
         return image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
-
-    def tolerated(self, result):
-        return self.dtype  # its GELU is no more precise
 
 
 class ImageStatistics(ImageWorkload):
@@ -330,9 +325,7 @@ class Convolution(Workload):
         depth = math.sqrt(self.C * math.prod(self.taps))
         self.weight = self.normal(*self.taps, self.O, self.C) / depth
         self.bias = self.normal(self.O)
-
-    def tolerated(self, result):
-        return self.dtype
+        self.precision = self.dtype
 
     def launch(self, config):
         self.partials = PartialStatistics.empty(self.B, config.tiles(self.output[0, 0].numel()), self.O, self.device)
