@@ -20,7 +20,7 @@ from triton_kernels.chain import Chain, chain_of
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
-from triton_kernels.image_tiles import CHANNELS_LAST, ImageNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import MUL, Pointwise
 
@@ -94,17 +94,17 @@ class Workload(ABC):
         with torch.enable_grad():
             return self.expected()
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def normal(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normally distributed random numbers."""
-        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype or self.dtype)
+        return self.empty(*shape, layout=layout, dtype=dtype).normal_(generator=self._generator)
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def images(self, layout: str, *shape: int) -> torch.Tensor:
-        """Images [samples, channels, height, width], not initialised."""
-        format = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
-        return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=format)
+    def empty(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Not initialised; [samples, channels, ...] where the layout is channels_last."""
+        options: dict[str, Any] = {"dtype": dtype or self.dtype, "device": self.device}
+        if layout == CHANNELS_LAST:
+            samples, channels, *pixels = shape
+            return torch.empty(samples, *pixels, channels, **options).movedim(-1, 1)
+        return torch.empty(shape, **options)
 
 
 class ChainWorkload(Workload):
@@ -122,11 +122,6 @@ class ChainWorkload(Workload):
         shapes = {"vector": (self.N,), "tensor": (self.M, self.N)}
         around = float(step.name == MUL.name)  # so that a product is no smaller than what it is made of
         return around + 0.5 * self.normal(*shapes[step.operand]) if step.has_tensor else None
-
-    def holds_biases(self) -> None:
-        """The contraction's result has its biases: they are no operands any more."""
-        biases = len(self.chain.biases)
-        self.operands = (*[None] * biases, *self.operands[biases:])
 
     def plain(self, z: torch.Tensor, *last: torch.Tensor) -> torch.Tensor:
         """The chain of z in float64, by PyTorch. ``last`` take the places of the last operands."""
@@ -201,68 +196,62 @@ class RowMinimum(Linear):
         return (minimum.T,)
 
 
-class GroupNorm(ChainWorkload):
-    """The pass after a product that added the biases: hardtanh → mish → group norm, the most expensive activation."""
+class Norm(ChainWorkload):
+    """A pass of a group norm over the result of a contraction that added the biases: over rows [M, N] or images.
+
+    Of rows, the chain is hardtanh → mish → group norm, the most expensive activation. Of images [M, N, pixels], it is
+    GELU → group norm.
+    """
 
     def __init__(self, problem, device):
-        M, N, group_size = problem.sizes
-        super().__init__(problem, device, chains.LINEAR_HARDTANH_MISH_GROUP_NORM, M, N)
-        self.holds_biases()
-        self.input, self.output = self.normal(M, N), self.empty(M, N)
+        M, N, *pixels, group_size = problem.sizes
+        declared = chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM if pixels else chains.LINEAR_HARDTANH_MISH_GROUP_NORM
+        super().__init__(problem, device, declared, M, N)
+        biases = len(self.chain.biases)
+        self.operands = (*[None] * biases, *self.operands[biases:])
+        self.groups = N // group_size
+        self.shape = (M, N, *pixels)
+        layouts = (problem.layout or CONTIGUOUS).split(" to ")
+        self.input = self.normal(*self.shape, layout=layouts[0])
+        self.output = self.empty(*self.shape, layout=layouts[-1])
         self.written = (self.output,)
-        self.arguments = (self.input, N // group_size, self.chain, self.operands, _EPS)
-
-    def launch(self, config):
-        group_norm.group_norm(*self.arguments, config, output=self.output)
+        self.precision = self.dtype if pixels else None  # GELU is no more precise
 
     def expected(self):
         return (self.plain(self.input),)
 
 
-class GroupNormBackward(GroupNorm):
+class GroupNorm(Norm):
+    def launch(self, config):
+        arguments = self.groups, self.chain, self.operands, _EPS, config
+        group_norm.group_norm(self.input, *arguments, output=self.output)
+
+
+class GroupNormBackward(Norm):
     """The gradients of ``GroupNorm``: of the input, and the sums over the rows."""
 
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.gradient = self.normal(self.M, self.N)
+        self.gradient = self.normal(*self.shape)
         self.sums = [self.empty(self.N, dtype=torch.float32) for _ in range(3)]
         self.written = (self.output, *self.sums)
 
     def launch(self, config):
         bias, *of_norm = self.sums
         gradients = (bias, *[None] * (len(self.operands) - 3), *of_norm)
+        arguments = self.groups, self.chain, self.operands, _EPS, config
         group_norm.group_norm_backward(
-            self.gradient, *self.arguments, config, input_gradient=self.output, gradients=gradients
+            self.gradient, self.input, *arguments, input_gradient=self.output, gradients=gradients
         )
 
     def expected(self):
         return self.plain_gradients(self.input, self.gradient)
 
 
-class ImageWorkload(ChainWorkload):
-    """The passes over images [B, C, S] after a convolution that added its bias: GELU and group norm."""
-
-    def __init__(self, problem, device):
-        samples, channels, self.S, _ = problem.sizes
-        super().__init__(problem, device, chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM, samples, channels)
-        self.holds_biases()
-        self.groups = channels // self.group_size
-        layouts = problem.layout.split(" to ")
-        self.input = self.image(layouts[0]).normal_(generator=self._generator)
-        self.output = self.image(layouts[-1])
-        self.precision = self.dtype  # its GELU is no more precise
-
-    def image(self, layout: str) -> torch.Tensor:
-        return self.images(layout, self.M, self.N, 1, self.S).flatten(2)
-
-    def statistics(self, config=None):
-        config = config or ImageNormConfig.fit(self.input)
-        return image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
-
-
-class ImageStatistics(ImageWorkload):
+class ImageStatistics(Norm):
     def launch(self, config):
-        self.written = tuple(each.view(-1, self.groups) for each in self.statistics(config))
+        statistics = image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
+        self.written = tuple(each.view(-1, self.groups) for each in statistics)
 
     def expected(self):
         return statistics_of(self.input[:_CHECKED_SAMPLES], self.groups)
@@ -274,11 +263,12 @@ def statistics_of(values: torch.Tensor, groups: int) -> tuple[torch.Tensor, torc
     return mean, (variance + _EPS).rsqrt()
 
 
-class ImageGroupNorm(ImageWorkload):
+class ImageGroupNorm(Norm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.written = (self.output,)
-        self.arguments = (self.input, self.statistics(), self.chain, self.operands)
+        config = ImageNormConfig.fit(self.input)
+        statistics = image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
+        self.arguments = (self.input, statistics, self.chain, self.operands)
 
     def launch(self, config):
         image_group_norm.image_group_norm(*self.arguments, config, output=self.output)
@@ -290,10 +280,10 @@ class ImageGroupNorm(ImageWorkload):
 class ImageGroupNormBackward(ImageGroupNorm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.gradient = self.image(problem.layout).normal_(generator=self._generator)
+        self.gradient = self.normal(*self.shape, layout=problem.layout)
 
     def launch(self, config):
-        self.sums = self.empty(3, self.M, config.strips(self.S), self.N, dtype=torch.float32)
+        self.sums = self.empty(3, self.M, config.strips(self.shape[2]), self.N, dtype=torch.float32)
         bias, *of_norm = self.sums
         image_group_norm.image_group_norm_backward(
             self.gradient, *self.arguments, config, input_gradient=self.output, sums=(bias, None, *of_norm)
@@ -303,11 +293,8 @@ class ImageGroupNormBackward(ImageGroupNorm):
         return self.output, *self.sums.sum(2)
 
     def expected(self):  # sample by sample, as only some are checked
-        samples = [
-            self.plain_gradients(self.input[place : place + 1], self.gradient[place : place + 1])
-            for place in range(min(self.M, _CHECKED_SAMPLES))
-        ]
-        of_input, *sums = zip(*samples, strict=True)
+        checked = (each[:_CHECKED_SAMPLES].split(1) for each in (self.input, self.gradient))
+        of_input, *sums = zip(*map(self.plain_gradients, *checked), strict=True)
         return torch.cat(of_input), *map(torch.stack, sums)
 
 
@@ -319,8 +306,8 @@ class Convolution(Workload):
         self.B, self.C, self.O, height, width, *self.taps = problem.sizes
         layouts = problem.layout.split(" to ")
         in_size = (height + self.taps[0] - 1, width + self.taps[1] - 1)
-        self.input = self.images(layouts[0], self.B, self.C, *in_size).normal_(generator=self._generator)
-        self.output = self.images(layouts[-1], self.B, self.O, height, width)
+        self.input = self.normal(self.B, self.C, *in_size, layout=layouts[0])
+        self.output = self.empty(self.B, self.O, height, width, layout=layouts[-1])
         self.written = (self.output,)
         depth = math.sqrt(self.C * math.prod(self.taps))
         self.weight = self.normal(*self.taps, self.O, self.C) / depth
