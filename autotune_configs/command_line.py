@@ -45,7 +45,6 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def positive(text: str) -> int:
-    """An argument type: a positive integer."""
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

@@ -181,7 +181,6 @@ def _device(parser: Parser, without: str) -> torch.device:
 
 
 def _gpu_of(options: argparse.Namespace) -> Gpu:
-    """The GPU that --gpu names, or the one here."""
     return options.gpu or Gpu.of(_device(options.parser, "name one, as in --gpu h200; show --list lists all"))
 
 
@@ -211,7 +210,7 @@ def _sweep(options: argparse.Namespace) -> int:
         )
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     gpu = _gpu_of(options)
     try:
         table = tables.user_path(gpu)
@@ -224,16 +223,15 @@ def _export(options: argparse.Namespace) -> int:
         options.parser.error(f"{table}: {error}")
     if str(options.file) == "-":
         sys.stdout.write(content)
-        return 0
+        return
     try:
         replace_file(options.file, content.encode())
     except OSError as error:
         options.parser.error(f"cannot write {options.file}: {error.strerror}")
     print(f"{gpu.name}: {table} is written to {options.file}")
-    return 0
 
 
-def _merge(options: argparse.Namespace) -> int:
+def _merge(options: argparse.Namespace) -> None:
     read = []
     for path in options.files:  # all, before anything is changed
         try:
@@ -247,7 +245,6 @@ def _merge(options: argparse.Namespace) -> int:
             options.parser.error(f"{path} is not merged: {error.filename}: {error.strerror}")
         counts = f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept"
         print(f"{path}: {gpu.name}: {counts}, in {tables.user_path(gpu)}")
-    return 0
 
 
 def _refuse_options_of_a_sweep(options: argparse.Namespace) -> None:
@@ -257,7 +254,7 @@ def _refuse_options_of_a_sweep(options: argparse.Namespace) -> None:
             options.parser.error(f"--{name.replace('_', '-')} is an option of a sweep, not of this command")
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     gpu = _gpu_of(options)
     cases = _cases(options)
     found = [(problem, lookup.find(problem, gpu)) for problem in _problems(cases, options, gpu)]
@@ -281,7 +278,6 @@ def _show(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
     else:
         reporting.show(gpu, found, notes)
-    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -313,4 +309,4 @@ def run(arguments: list[str] | None = None) -> int:
     prog = options.parser.prog
     # A warning is one line, without the line of code that gave it.
     with mock.patch.object(warnings, "formatwarning", lambda message, *_, **__: f"{prog}: {message}\n"):
-        return options.run(options)
+        return options.run(options) or 0

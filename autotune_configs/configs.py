@@ -17,18 +17,13 @@ from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
-
-class _Thread(threading.local):
-    lookups: list[Found] | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
 def noted_lookups() -> Iterator[list[Found]]:
     """Within this context, what this thread's lookups find is added to the list."""
-    before, _thread.lookups = _thread.lookups, []
+    before, _thread.lookups = getattr(_thread, "lookups", None), []
     try:
         yield _thread.lookups
     finally:
@@ -49,7 +44,7 @@ def _resolve(
     if tuning.is_on() and tuning.tune_unseen(problem, device):
         lookup.forget()
     found = lookup.find(problem, Gpu.of(device))
-    if _thread.lookups is not None:
+    if getattr(_thread, "lookups", None) is not None:
         _thread.lookups.append(found)
     return found.config
 

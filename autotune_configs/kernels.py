@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
 from autotune_configs.prediction import product_seconds
-from autotune_configs.problem import Problem
+from autotune_configs.problem import ELEMENT_SIZES, Problem
 from triton_kernels import chains
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.grid import next_power_of_2
@@ -25,8 +25,6 @@ from triton_kernels.linear import LinearConfig
 from triton_kernels.row_minimum import ROW_MINIMUM
 
 Config = LinearConfig | GroupNormConfig | ImageNormConfig | ConvolutionConfig
-
-ELEMENT_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 #: The most float32 values of a tile that a thread has registers for, beside all else.
 _MOST_VALUES_A_THREAD = 128
@@ -113,9 +111,9 @@ class Kernel(ABC):
         found: list[Config] = []
         for name, value in asdict(config).items():
             values = self.space.get(name, ())
-            below = max((each for each in values if each < value), default=None)
-            above = min((each for each in values if each > value), default=None)
-            found += [replace(config, **{name: each}) for each in (below, above) if each is not None]
+            below = [each for each in values if each < value][-1:]
+            above = [each for each in values if each > value][:1]
+            found += [replace(config, **{name: each}) for each in below + above]
         return [each for each in found if self.is_valid(each, problem, gpu)]
 
 
@@ -163,8 +161,7 @@ class LinearKernel(Kernel):
     def heuristic(self, problem, gpu):
         """The heuristic's tile, with as many of its stages as fit beside what the epilogue keeps in shared memory."""
         M, N, K, group_size = problem.sizes
-        element_size = ELEMENT_SIZES[problem.dtype]
-        config = heuristic_linear_config(element_size, M, N, K, group_size, gpu)
+        config = heuristic_linear_config(problem.element_size, M, N, K, group_size, gpu)
         if self._reduces:
             config = replace(config, store_strips=1)
         while config.num_stages > 2 and self._shared_memory(config, problem) > gpu.shared_memory:
@@ -176,15 +173,14 @@ class LinearKernel(Kernel):
 
         A tensor that is loaded takes half a tile beside it (seen in compiled kernels).
         """
-        element_size = ELEMENT_SIZES[problem.dtype]
-        staged_columns = problem.sizes[3] * 4 // element_size if self._reduces else None
+        staged_columns = problem.sizes[3] * 4 // problem.element_size if self._reduces else None
         if "_tensor" in self.name:  # the chain has operands of the product's shape (``Chain.kernel``)
             staged_columns = config.stored_columns + config.epilogue_columns // 2
-        return config.shared_memory(element_size, staged_columns)
+        return config.shared_memory(problem.element_size, staged_columns)
 
     def is_valid(self, config, problem, gpu):
         M, N, K, group_size = problem.sizes
-        element_size = ELEMENT_SIZES[problem.dtype]
+        element_size, tile = problem.element_size, (config.block_m, config.block_n)
         heuristic = self.heuristic(problem, gpu)
         if K * element_size % 16 != 0:  # loaded without tensor descriptors: only the heuristic has tiles for this
             return config == heuristic
@@ -192,41 +188,36 @@ class LinearKernel(Kernel):
         # Unaligned rows are stored through pointers, in one strip. The heuristic's tile is known to fit even so.
         is_aligned = N * element_size % 16 == 0 or config == heuristic
         staging = config if is_aligned else replace(config, store_strips=1)
-        trapped = gpu.architecture == 100 and element_size == 4 and (config.block_m, config.block_n) == (64, 256)
         return (
             (may_split_groups or config.holds_groups_of(group_size))
             and (element_size == 2 or config.block_k <= _DEEPEST_FLOAT32_BLOCK)
             and config.block_m <= max(16, next_power_of_2(M))
-            and config.block_m * config.block_n <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
-            and min(config.block_m, config.block_n, config.block_k) >= 16
-            and config.stored_columns >= 16
+            and math.prod(tile) <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
+            and min(*tile, config.block_k, config.stored_columns) >= 16
             and config.epilogue_strips * config.store_strips <= 2
             and self._shared_memory(staging, problem) <= gpu.shared_memory
-            and not trapped
+            and (gpu.architecture, element_size, tile) != (100, 4, (64, 256))  # compiled to a trap
         )
 
     def starts(self, problem):
         """A tile of each shape. With few rows a kernel mostly loads weights: deep blocks keep many bytes in flight."""
-        element_size = ELEMENT_SIZES[problem.dtype]
         tallest = max(16, next_power_of_2(problem.sizes[0]))
         for block_m, block_n in itertools.product((64, 128, 256), (32, 64, 128, 256)):
             block_m = min(tallest, block_m)
-            if block_m <= 32 and element_size == 2:
+            if block_m <= 32 and problem.element_size == 2:
                 yield LinearConfig(block_m, block_n, 128, num_warps=4, num_stages=4)
             else:
                 num_warps = 8 if block_m * block_n > 64 * 64 else 4
-                yield LinearConfig(block_m, block_n, 128 // element_size, num_warps=num_warps, num_stages=3)
+                yield LinearConfig(block_m, block_n, 128 // problem.element_size, num_warps=num_warps, num_stages=3)
 
     def seconds(self, config, problem, gpu):
-        if ELEMENT_SIZES[problem.dtype] != 2:
+        if problem.element_size != 2:
             return super().seconds(config, problem, gpu)
         M, N, K, _ = problem.sizes
         return product_seconds((config.block_m, config.block_n), M, N, K, gpu.multiprocessors)
 
 
 class GroupNormKernel(Kernel):
-    """A pass of a group norm over a matrix [M, N]."""
-
     size_names = ("m", "n", "group_size")
     config_class = GroupNormConfig
     ranges = {
@@ -256,8 +247,6 @@ class GroupNormKernel(Kernel):
 
 
 class ImageNormKernel(Kernel):
-    """A pass of a group norm over images [B, C, S]."""
-
     size_names = ("samples", "channels", "pixels", "group_size")
     config_class = ImageNormConfig
     ranges = {
@@ -303,11 +292,10 @@ class ConvolutionKernel(Kernel):
         return ConvolutionConfig.fit(*problem.sizes[1:3])
 
     def is_valid(self, config, problem, gpu):
-        element_size = ELEMENT_SIZES[problem.dtype]
-        shared_memory = config.num_stages * (config.block_pixels + config.block_o) * config.block_c * element_size
+        values = config.num_stages * (config.block_pixels + config.block_o) * config.block_c
         return (
             config.block_pixels * config.block_o <= 64 * 32 * config.num_warps
-            and shared_memory <= gpu.shared_memory
+            and values * problem.element_size <= gpu.shared_memory
             and min(config.block_pixels, config.block_o, config.block_c) >= 16
         )
 

@@ -31,7 +31,6 @@ class CompiledLaunch:
 
     @property
     def fits(self) -> bool:
-        """Whether the architecture has that much shared memory for a block."""
         return self.shared_memory <= SHARED_MEMORY[self.arch]
 
 

@@ -86,9 +86,8 @@ class Precompiler(contextlib.ExitStack):
         """The configs not to run, with the reason: they do not compile, do not fit, or spill more than the default."""
         compiled = self.compile([(problem, config) for config in dict.fromkeys([default, *configs])], all_launches)
         allowed = compiled[problem, default][0] + _MORE_SPILLED_BYTES
-        refused = {}
-        for config in configs:
-            spilled, fault = compiled[problem, config]
-            if config != default and (fault or spilled > allowed):
-                refused[config] = fault or f"spills {spilled} bytes a thread"
-        return refused
+        return {
+            config: fault or f"spills {spilled} bytes a thread"
+            for (_, config), (spilled, fault) in compiled.items()
+            if config != default and (fault or spilled > allowed)
+        }

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from autotune_configs import sweep
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
@@ -51,7 +51,6 @@ def _settings(config: dict[str, int]) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    """A bar with the time left, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -106,14 +105,13 @@ def _line(result: Result) -> str:
     text += f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
     if result.error is not None:
         return f"{text}: {escape(str(result.skipped))}"
-    return text + ("" if result.is_whole else " (so far)")
+    return text if result.is_whole else f"{text} (so far)"
 
 
 def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None:
     """Print one row per problem, the tables that they are from, and ``notes``."""
-    table = Table(title=escape(gpu.name), title_justify="left")
-    for column in ("problem", "config", "from"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("problem", "config", "from"))
+    table = Table(*columns, title=escape(gpu.name), title_justify="left")
     for problem, each in found:
         table.add_row(escape(str(problem)), _settings(asdict(each.config)), escape(_origin(problem, each)))
     console = _console()
@@ -125,16 +123,31 @@ def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None
 
 def show_csv(gpu: Gpu, found: list[tuple[Problem, Found]]) -> None:
     """Print the same as CSV: the problem, its config, and the entry that the config is from."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    problem_columns = ("kernel", "dtype", "precision", "layout", "sizes")
     measured = ("ratio", "microseconds", "triton", "date")
-    writer.writerow(("gpu", *problem_columns, "config", "source", "table", "entry", *measured))
+    columns = (
+        "gpu",
+        "kernel",
+        "dtype",
+        "precision",
+        "layout",
+        "sizes",
+        "config",
+        "source",
+        "table",
+        "entry",
+        *measured,
+    )
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+    writer.writeheader()
     for problem, each in found:
-        texts = {**asdict(problem), "sizes": _joined(problem.sizes)}
-        entry = [_joined(each.entry.problem.sizes)] if each.entry else [""]
-        entry += [getattr(each.entry, name, "") for name in measured]
-        config = _settings(asdict(each.config)), _source(problem, each)
-        writer.writerow((gpu.name, *(texts[name] for name in problem_columns), *config, each.table or "", *entry))
+        row = {"gpu": gpu.name, **asdict(problem), "sizes": _joined(problem.sizes), "table": each.table}
+        row |= {"config": _settings(asdict(each.config)), "source": _source(problem, each)}
+        if each.entry:
+            row |= {
+                "entry": _joined(each.entry.problem.sizes),
+                **{name: getattr(each.entry, name) for name in measured},
+            }
+        writer.writerow(row)
 
 
 def _origin(problem: Problem, found: Found) -> str:
@@ -178,10 +191,9 @@ def list_what_can_be_shown() -> None:
         ("size", "meaning"): SIZES.items(),
         ("GPU", "tables"): ((name, _tables_of(Gpu.called(name))) for name in KNOWN),
     }
-    for columns, rows in listed.items():
-        table = Table(box=None, pad_edge=False)
-        for column in columns:
-            table.add_column(column, overflow="fold", no_wrap=column not in ("sizes", "meaning"))
+    for names, rows in listed.items():
+        columns = (Column(name, overflow="fold", no_wrap=name not in ("sizes", "meaning")) for name in names)
+        table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*map(escape, row))
         console.print(table)

@@ -46,23 +46,10 @@ def _known(gpu: Gpu) -> Gpu | None:
 
 
 def merge(gpu: Gpu, entries: Iterable[Entry]) -> Merged:
-    """Merge entries into the user's own table of their GPU. Raises OSError as ``tables.change`` does."""
-    counts = dict.fromkeys(("added", "replaced", "kept"), 0)
-
-    def merged(own: tuple[Entry, ...]) -> Iterable[Entry]:
-        best = {entry.problem: entry for entry in own}
-        for entry in entries:
-            old = best.get(entry.problem)
-            if old is None or _rank(entry) < _rank(old):
-                best[entry.problem] = entry
-                counts["added" if old is None else "replaced"] += 1
-            else:
-                counts["kept"] += 1
-        return best.values()
-
-    tables.change(tables.user_path(gpu), gpu, merged)
+    """Merge entries into the user's own table of their GPU. Raises OSError as ``tables.store`` does."""
+    counts = tables.store(tables.user_path(gpu), gpu, *entries, wins=lambda new, old: _rank(new) < _rank(old))
     lookup.forget()
-    return Merged(**counts)
+    return Merged(counts["added"], counts["replaced"], counts["kept"])
 
 
 def _rank(entry: Entry) -> tuple[bool, float]:

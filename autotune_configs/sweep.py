@@ -140,8 +140,6 @@ def time_on_gpu(call: Call) -> float:
 
 
 class Search:
-    """The search for one problem."""
-
     def __init__(
         self,
         problem: Problem,
@@ -191,8 +189,8 @@ class Search:
         return Result(self.problem, self._entry(), list(self.outcomes.values()), is_whole)
 
     def _by_time(self) -> list[Config]:
-        timed = [(each.ratio, each.config) for each in self.outcomes.values() if each.ratio is not None]
-        return [config for _, config in sorted(timed, key=lambda ratio_and_config: ratio_and_config[0])]
+        ratios = {each.config: each.ratio for each in self.outcomes.values() if each.ratio is not None}
+        return sorted(ratios, key=ratios.__getitem__)
 
     def _try_all(self, configs: list[Config]) -> None:
         unknown = [config for config in configs if config not in self._known]
@@ -215,9 +213,7 @@ class Search:
             fault = self.workload.fault(config)
             if fault:
                 return Outcome(config, reason=fault, is_wrong=True)
-            if config == self.default:
-                return Outcome(config, ratio=1.0)
-            return Outcome(config, ratio=self._ratio(config, _ROUNDS)[0])
+            return Outcome(config, ratio=1.0 if config == self.default else self._ratio(config, _ROUNDS)[0])
         except torch.OutOfMemoryError:
             raise  # the problem is too large, whatever the config
         except Exception as error:  # a compiler or a driver may refuse a config in any way
@@ -267,11 +263,10 @@ class Search:
         """Whether it also compiles and fits in the launches that save values for the backward pass."""
         if self._resources is not None:
             return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
-        try:
+        with contextlib.suppress(Exception):  # a compiler or a driver may refuse a config in any way
             self.workload.launch_variants(config)
-        except Exception:  # a compiler or a driver may refuse a config in any way
-            return False
-        return True
+            return True
+        return False
 
 
 def _search(problem, *arguments, **options) -> Result:

@@ -64,7 +64,6 @@ class Workload(ABC):
         """The expected results, by PyTorch in float64; of images only the first samples."""
 
     def poison(self, config: Config) -> None:
-        """Fill what a launch with this config writes with NaN."""
         for each in self.written:
             each.fill_(math.nan)
 
@@ -95,7 +94,6 @@ class Workload(ABC):
             return self.expected()
 
     def normal(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normally distributed random numbers."""
         return self.empty(*shape, layout=layout, dtype=dtype).normal_(generator=self._generator)
 
     def empty(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -147,7 +145,6 @@ class Linear(ChainWorkload):
         self.written = (self.empty(M, N),)
 
     def stored(self, config: Config, saves: bool = False) -> tuple[Any, Any]:
-        """What a launch writes: its output, and what it saves for the backward pass, or None."""
         return self.written[0], self.empty(self.M, self.N) if saves else None
 
     def launch(self, config, saves=False):
