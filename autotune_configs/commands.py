@@ -240,11 +240,11 @@ def _merge(options: argparse.Namespace) -> None:
             options.parser.error(f"{path}: {getattr(error, 'strerror', None) or error}")
     for path, gpu, entries in read:
         try:
-            merged = sharing.merge(gpu, entries)
+            counts = sharing.merge(gpu, entries)
         except OSError as error:
             options.parser.error(f"{path} is not merged: {error.filename}: {error.strerror}")
-        counts = f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept"
-        print(f"{path}: {gpu.name}: {counts}, in {tables.user_path(gpu)}")
+        told = ", ".join(f"{counts[what]} {what}" for what in ("added", "replaced", "kept"))
+        print(f"{path}: {gpu.name}: {told}, in {tables.user_path(gpu)}")
 
 
 def _refuse_options_of_a_sweep(options: argparse.Namespace) -> None:

@@ -41,8 +41,8 @@ def _resolve(
     """The config for a problem, of the kernel's config class. Tunes the problem first if that is switched on."""
     device = meant(device)
     problem = Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout)
-    if tuning.is_on() and tuning.tune_unseen(problem, device):
-        lookup.forget()
+    if tuning.is_on():
+        tuning.tune_unseen(problem, device)
     found = lookup.find(problem, Gpu.of(device))
     if getattr(_thread, "lookups", None) is not None:
         _thread.lookups.append(found)

@@ -4,7 +4,6 @@ A search space lists the values of each field. A sweep starts from a few configs
 the best one. A neighbour differs by one step in one field.
 """
 
-import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -332,10 +331,3 @@ def kernel_of(name: str) -> Kernel:
     if name not in KERNELS and not name.startswith("linear_"):
         raise ValueError(f"unknown kernel {name!r}")
     return KERNELS.get(name) or LinearKernel(name)
-
-
-def config_of(values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
-    """The config with these values, or None if they are not valid for the problem, or its kernel is unknown."""
-    with contextlib.suppress(ValueError):
-        return kernel_of(problem.kernel).config_of(values, problem, gpu)
-    return None

@@ -1,5 +1,6 @@
 """What ``python -m autotune_configs`` prints."""
 
+import contextlib
 import csv
 import sys
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from rich.table import Column, Table
 from autotune_configs import sweep
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
 from autotune_configs.gpus import KNOWN, Gpu
-from autotune_configs.kernels import KERNELS, Config, config_of
+from autotune_configs.kernels import KERNELS, Config, kernel_of
 from autotune_configs.lookup import Found
 from autotune_configs.precompile import Launch, Precompiler
 from autotune_configs.problem import Problem
@@ -123,31 +124,13 @@ def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None
 
 def show_csv(gpu: Gpu, found: list[tuple[Problem, Found]]) -> None:
     """Print the same as CSV: the problem, its config, and the entry that the config is from."""
-    measured = ("ratio", "microseconds", "triton", "date")
-    columns = (
-        "gpu",
-        "kernel",
-        "dtype",
-        "precision",
-        "layout",
-        "sizes",
-        "config",
-        "source",
-        "table",
-        "entry",
-        *measured,
-    )
-    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+    columns = "gpu kernel dtype precision layout sizes config source table entry ratio microseconds triton date".split()
+    writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for problem, each in found:
-        row = {"gpu": gpu.name, **asdict(problem), "sizes": _joined(problem.sizes), "table": each.table}
-        row |= {"config": _settings(asdict(each.config)), "source": _source(problem, each)}
-        if each.entry:
-            row |= {
-                "entry": _joined(each.entry.problem.sizes),
-                **{name: getattr(each.entry, name) for name in measured},
-            }
-        writer.writerow(row)
+        entry = {**vars(each.entry), "entry": _joined(each.entry.problem.sizes)} if each.entry else {}
+        row = {**entry, **vars(problem), "sizes": _joined(problem.sizes), "config": _settings(asdict(each.config))}
+        writer.writerow({**row, "gpu": gpu.name, "source": _source(problem, each), "table": each.table})
 
 
 def _origin(problem: Problem, found: Found) -> str:
@@ -223,14 +206,17 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
             continue
         launches: dict[tuple, Launch] = {}
         for entry in entries:
-            if kernels is None or entry.problem.kernel in kernels:
-                config = config_of(entry.config, entry.problem, gpu)
-                if config is None:
-                    add_fault(f"{path}: {entry.problem}: {_settings(entry.config)} is no valid config")
-                elif not is_of_every_process(entry.problem):
-                    unknown[entry.problem.kernel] = f"{entry.problem.kernel}: compiled by the program with its chain"
-                else:
-                    launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
+            problem, config = entry.problem, None
+            if kernels is not None and problem.kernel not in kernels:
+                continue
+            with contextlib.suppress(ValueError):  # for an unknown kernel
+                config = kernel_of(problem.kernel).config_of(entry.config, problem, gpu)
+            if config is None:
+                add_fault(f"{path}: {problem}: {_settings(entry.config)} is no valid config")
+            elif not is_of_every_process(problem):
+                unknown[problem.kernel] = f"{problem.kernel}: compiled by the program with its chain"
+            else:
+                launches.setdefault(_compiled_as(problem, config), (problem, config))
         work.append((path, gpu, list(launches.values())))
     progress = _progress(console)
     progress.add_task("", total=sum(len(of_one) for _, _, of_one in work))

@@ -1,7 +1,7 @@
 """Share tables between machines: read another one's table with care, and merge it into the user's own."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import triton
@@ -10,15 +10,6 @@ from autotune_configs import lookup, tables
 from autotune_configs.gpus import KNOWN, Gpu
 from autotune_configs.kernels import kernel_of
 from autotune_configs.tables import Entry
-
-
-@dataclass(frozen=True)
-class Merged:
-    """How many entries were new, replaced one of the user's own, or lost to one."""
-
-    added: int
-    replaced: int
-    kept: int
 
 
 def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
@@ -45,11 +36,11 @@ def _known(gpu: Gpu) -> Gpu | None:
         return Gpu.called(gpu.name) if gpu.name in KNOWN else None
 
 
-def merge(gpu: Gpu, entries: Iterable[Entry]) -> Merged:
-    """Merge entries into the user's own table of their GPU. Raises OSError as ``tables.store`` does."""
+def merge(gpu: Gpu, entries: Iterable[Entry]) -> Counter[str]:
+    """Merge entries into the user's own table of their GPU. Returns and raises what ``tables.store`` does."""
     counts = tables.store(tables.user_path(gpu), gpu, *entries, wins=lambda new, old: _rank(new) < _rank(old))
     lookup.forget()
-    return Merged(counts["added"], counts["replaced"], counts["kept"])
+    return counts
 
 
 def _rank(entry: Entry) -> tuple[bool, float]:

@@ -93,8 +93,8 @@ class Workload(ABC):
         with torch.enable_grad():
             return self.expected()
 
-    def normal(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.empty(*shape, layout=layout, dtype=dtype).normal_(generator=self._generator)
+    def normal(self, *shape: int, layout: str = CONTIGUOUS) -> torch.Tensor:
+        return self.empty(*shape, layout=layout).normal_(generator=self._generator)
 
     def empty(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Not initialised; [samples, channels, ...] where the layout is channels_last."""
@@ -141,7 +141,7 @@ class Linear(ChainWorkload):
         M, N, self.K, _ = problem.sizes
         super().__init__(problem, device, chain, M, N)
         self.input = self.normal(M, self.K)
-        self.weight = (self.normal(N, self.K, dtype=torch.float32) / math.sqrt(self.K)).to(self.dtype)
+        self.weight = self.normal(N, self.K) / math.sqrt(self.K)
         self.written = (self.empty(M, N),)
 
     def stored(self, config: Config, saves: bool = False) -> tuple[Any, Any]:
