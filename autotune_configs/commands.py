@@ -302,7 +302,6 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run one of the commands; returns the exit status."""
     options = _parser().parse_args(arguments)
     if "sweep" in options:
         _refuse_options_of_a_sweep(options)

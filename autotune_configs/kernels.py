@@ -8,7 +8,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from autotune_configs.gpus import Gpu
@@ -31,7 +31,7 @@ _MOST_VALUES_A_THREAD = 128
 
 @dataclass(frozen=True)
 class Kernel(ABC):
-    """One kernel, with what tables and sweeps need to know of it. A config is of its ``config_class``.
+    """One kernel, with what tables and sweeps need to know of it.
 
     ``size_names`` names a problem's sizes. ``layouts`` lists the memory layouts that its images may have. ``ranges``
     has the values of each field to search.
@@ -40,7 +40,6 @@ class Kernel(ABC):
     name: str
     layouts: tuple[str | None, ...] = (None,)
     size_names: ClassVar[tuple[str, ...]]
-    config_class: ClassVar[type]
     ranges: ClassVar[dict[str, tuple[int, ...]]]
 
     @abstractmethod
@@ -70,13 +69,15 @@ class Kernel(ABC):
 
         A field with a default may be missing: a table can be older than the field.
         """
-        names = {field.name for field in fields(self.config_class)}
-        needed = {field.name for field in fields(self.config_class) if field.default is MISSING}
-        if not needed <= set(values) <= names or not self.takes(problem):
+        if not self.takes(problem):
             return None
-        config = self.config_class(**values)
+        heuristic = self.heuristic(problem, gpu)
+        try:
+            config = type(heuristic)(**values)
+        except TypeError:  # a field is missing or unknown
+            return None
         searched = all(getattr(config, name) in known for name, known in self.space.items())
-        is_valid = self.is_valid(config, problem, gpu) if searched else config == self.heuristic(problem, gpu)
+        is_valid = self.is_valid(config, problem, gpu) if searched else config == heuristic
         return config if is_valid else None
 
     def takes(self, problem: Problem) -> bool:
@@ -130,7 +131,6 @@ class LinearKernel(Kernel):
     """The product [M, K] @ [N, K].T of a chain, with all of the chain that its tiles hold (``Chain.kernel``)."""
 
     size_names = ("m", "n", "k", "group_size")
-    config_class = LinearConfig
     ranges = {
         "block_m": _powers(16, 256),
         "block_n": _powers(16, 256),
@@ -218,7 +218,6 @@ class LinearKernel(Kernel):
 
 class GroupNormKernel(Kernel):
     size_names = ("m", "n", "group_size")
-    config_class = GroupNormConfig
     ranges = {
         "block_m": _powers(1, 32),
         "block_columns": _powers(16, 8192),
@@ -247,7 +246,6 @@ class GroupNormKernel(Kernel):
 
 class ImageNormKernel(Kernel):
     size_names = ("samples", "channels", "pixels", "group_size")
-    config_class = ImageNormConfig
     ranges = {
         "block_c": _powers(1, 128),
         "block_s": _powers(16, 2048),
@@ -278,7 +276,6 @@ class ConvolutionKernel(Kernel):
     """A convolution of stride 1."""
 
     size_names = ("samples", "in_channels", "out_channels", "height", "width", "tap_rows", "tap_columns")
-    config_class = ConvolutionConfig
     ranges = {
         "block_pixels": _powers(32, 256),
         "block_o": _powers(16, 128),
@@ -305,22 +302,21 @@ class ConvolutionKernel(Kernel):
 
 _FORMATS = (CONTIGUOUS, CHANNELS_LAST)
 _PAIRS = (*_FORMATS, f"{CONTIGUOUS} to {CHANNELS_LAST}", f"{CHANNELS_LAST} to {CONTIGUOUS}")
-_LINEAR_CHAINS = (
-    chains.LINEAR,
-    chains.LINEAR_HARDTANH_MISH_GROUP_NORM,
-    chains.LINEAR_GROUP_NORM_HARDTANH,
-    chains.LINEAR_GROUP_NORM_MIN,
-)
-_ALL: tuple[Kernel, ...] = (
-    *(LinearKernel(chain.kernel) for chain in _LINEAR_CHAINS),
-    GroupNormKernel("group_norm"),
-    GroupNormKernel("group_norm_backward"),
-    ImageNormKernel("image_statistics", _FORMATS),
-    ImageNormKernel("image_group_norm", _PAIRS),
-    ImageNormKernel("image_group_norm_backward", _FORMATS),
-    ConvolutionKernel("convolution", _PAIRS),
-)
-KERNELS = {kernel.name: kernel for kernel in _ALL}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        LinearKernel(chains.LINEAR.kernel),
+        LinearKernel(chains.LINEAR_HARDTANH_MISH_GROUP_NORM.kernel),
+        LinearKernel(chains.LINEAR_GROUP_NORM_HARDTANH.kernel),
+        LinearKernel(chains.LINEAR_GROUP_NORM_MIN.kernel),
+        GroupNormKernel("group_norm"),
+        GroupNormKernel("group_norm_backward"),
+        ImageNormKernel("image_statistics", _FORMATS),
+        ImageNormKernel("image_group_norm", _PAIRS),
+        ImageNormKernel("image_group_norm_backward", _FORMATS),
+        ConvolutionKernel("convolution", _PAIRS),
+    )
+}
 
 
 def kernel_of(name: str) -> Kernel:

@@ -110,7 +110,6 @@ def _line(result: Result) -> str:
 
 
 def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None:
-    """Print one row per problem, the tables that they are from, and ``notes``."""
     columns = (Column(name, overflow="fold") for name in ("problem", "config", "from"))
     table = Table(*columns, title=escape(gpu.name), title_justify="left")
     for problem, each in found:
@@ -163,7 +162,6 @@ def _tables_of(gpu: Gpu) -> str:
 
 
 def list_what_can_be_shown() -> None:
-    """Print the names that commands take: chains, kernels, sizes, dtypes, passes and GPUs."""
     console = _console()
     listed: dict[tuple[str, ...], Iterable[tuple[str, ...]]] = {
         ("chain", "function in ops", "sizes", "target shape"): (

@@ -156,7 +156,7 @@ class Search:
         self.problem, self.device, self.gpu = problem, device, Gpu.of(device)
         self.kernel = kernel_of(problem.kernel)
         self.default = self.kernel.heuristic(problem, self.gpu)
-        self._journal, self._known = journal, read_journal(journal, self.kernel.config_class)
+        self._journal, self._known = journal, read_journal(journal, type(self.default))
         self._prepare, self._clock = prepare, clock
         self._resources = resources if is_of_every_process(problem) else None  # which asks worker processes
         self._is_quick, self._is_late, self._on_progress = is_quick, is_late, on_progress
