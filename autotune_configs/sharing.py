@@ -1,5 +1,6 @@
 """Share tables between machines: read another one's table with care, and merge it into the user's own."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,21 +20,15 @@ def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
     known, or holds an entry that is not valid.
     """
     gpu, entries = tables.read_strictly(path)
-    known = _known(gpu)
+    known = Gpu.called(gpu.name) if gpu.name in KNOWN else None
+    with contextlib.suppress(OSError, ValueError):  # the user's own table goes first
+        known, _ = tables.read_strictly(tables.user_path(gpu))
     if known and known != gpu:
         raise ValueError(f"it is of {gpu}, but that GPU is known as {known}")
     for entry in entries:
         if kernel_of(entry.problem.kernel).config_of(entry.config, entry.problem, gpu) is None:
             raise ValueError(f"no valid config of {entry.problem}: {entry.config}")
     return gpu, entries
-
-
-def _known(gpu: Gpu) -> Gpu | None:
-    """The GPU of this name as the user's own table has it, or as it is listed."""
-    try:
-        return tables.read_strictly(tables.user_path(gpu))[0]
-    except (OSError, ValueError):
-        return Gpu.called(gpu.name) if gpu.name in KNOWN else None
 
 
 def merge(gpu: Gpu, entries: Iterable[Entry]) -> Counter[str]:

@@ -138,10 +138,10 @@ class Linear(ChainWorkload):
     """A chain that begins with input [M, K] @ weight [N, K].T."""
 
     def __init__(self, problem, device, chain):
-        M, N, self.K, _ = problem.sizes
+        M, N, K, _ = problem.sizes
         super().__init__(problem, device, chain, M, N)
-        self.input = self.normal(M, self.K)
-        self.weight = self.normal(N, self.K) / math.sqrt(self.K)
+        self.input = self.normal(M, K)
+        self.weight = self.normal(N, K) / math.sqrt(K)
         self.written = (self.empty(M, N),)
 
     def stored(self, config: Config, saves: bool = False) -> tuple[Any, Any]:
