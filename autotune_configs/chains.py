@@ -17,11 +17,7 @@ from triton_kernels.chains import (
 )
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS
 
-#: The sizes of a Linear chain and of the convolution's.
-LINEAR_SIZES = ("batch", "in_features", "out_features")
-CONVOLUTION_SIZES = ("batch", "in_channels", "out_channels", "height", "width", "kernel")
 LINEAR_TARGET = (1024, 8192, 8192)
-CONVOLUTION_TARGET = (128, 64, 64, 256, 256, 3)
 #: Linear layers of growing models and batches, small problems first.
 GRID = tuple(
     sorted(
@@ -49,7 +45,7 @@ class NamedChain:
     function: str
     group_size: int
     numbers: tuple[tuple[float, ...], ...] = ()
-    size_names: tuple[str, ...] = LINEAR_SIZES
+    size_names: tuple[str, ...] = ("batch", "in_features", "out_features")
     target: tuple[int, ...] = LINEAR_TARGET
 
     @property
@@ -142,8 +138,8 @@ CHAINS = {
         CONV_TRANSPOSE2D_GELU_GROUP_NORM,
         "conv_transpose2d_gelu_group_norm",
         8,
-        size_names=CONVOLUTION_SIZES,
-        target=CONVOLUTION_TARGET,
+        size_names=("batch", "in_channels", "out_channels", "height", "width", "kernel"),
+        target=(128, 64, 64, 256, 256, 3),
     ),
 }
 

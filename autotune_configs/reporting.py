@@ -99,14 +99,14 @@ def run_sweep(problems: list[Problem], device: torch.device, table: Path, droppe
 
 
 def _line(result: Result) -> str:
-    if result.entry is None:
-        return f"{escape(str(result.problem))}: {escape(str(result.skipped))}"
-    entry, refused = result.entry, sum(outcome.ratio is None for outcome in result.outcomes)
-    text = f"{escape(str(result.problem))}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, "
-    text += f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
-    if result.error is not None:
-        return f"{text}: {escape(str(result.skipped))}"
-    return text if result.is_whole else f"{text} (so far)"
+    entry = result.entry
+    problem = escape(str(result.problem))
+    ending = f": {escape(result.skipped)}" if result.skipped else "" if result.is_whole else " (so far)"
+    if entry is None:
+        return f"{problem}{ending}"
+    refused = sum(outcome.ratio is None for outcome in result.outcomes)
+    tried = f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
+    return f"{problem}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, {tried}{ending}"
 
 
 def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None:

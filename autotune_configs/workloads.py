@@ -25,7 +25,6 @@ from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import MUL, Pointwise
 
 _EPS = 1e-5
-_BOUNDS = (-1.0, 1.0)
 #: How many samples of images are compared with float64. The others must have been written.
 _CHECKED_SAMPLES = 2
 
@@ -116,7 +115,7 @@ class ChainWorkload(Workload):
 
     def _operand(self, step: Pointwise, numbers: Iterator[tuple[float, ...]]) -> Any:
         if step.operand == "numbers":
-            return next(numbers, _BOUNDS)
+            return next(numbers, (-1.0, 1.0))
         shapes = {"vector": (self.N,), "tensor": (self.M, self.N)}
         around = float(step.name == MUL.name)  # so that a product is no smaller than what it is made of
         return around + 0.5 * self.normal(*shapes[step.operand]) if step.has_tensor else None
