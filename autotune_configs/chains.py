@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, is_power_of_two
-from autotune_configs.kernels import ELEMENT_SIZES
-from autotune_configs.problem import Problem
+from autotune_configs.kernels import kernel_of
+from autotune_configs.problem import ELEMENT_SIZES, Problem
 from triton_kernels.chain import Chain
 from triton_kernels.chains import (
     CONV_TRANSPOSE2D_GELU_GROUP_NORM,
@@ -17,11 +17,7 @@ from triton_kernels.chains import (
 )
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS
 
-#: The sizes of a Linear chain and of the convolution's.
-LINEAR_SIZES = ("batch", "in_features", "out_features")
-CONVOLUTION_SIZES = ("batch", "in_channels", "out_channels", "height", "width", "kernel")
 LINEAR_TARGET = (1024, 8192, 8192)
-CONVOLUTION_TARGET = (128, 64, 64, 256, 256, 3)
 #: Linear layers of growing models and batches, small problems first.
 GRID = tuple(
     sorted(
@@ -49,26 +45,17 @@ class NamedChain:
     function: str
     group_size: int
     numbers: tuple[tuple[float, ...], ...] = ()
+    size_names: tuple[str, ...] = ("batch", "in_features", "out_features")
+    target: tuple[int, ...] = LINEAR_TARGET
 
     @property
     def is_linear(self) -> bool:
-        """Whether it begins with a matrix product."""
         return self.chain.contraction == "linear"
-
-    @property
-    def size_names(self) -> tuple[str, ...]:
-        return LINEAR_SIZES if self.is_linear else CONVOLUTION_SIZES
-
-    @property
-    def target(self) -> tuple[int, ...]:
-        return LINEAR_TARGET if self.is_linear else CONVOLUTION_TARGET
 
     def by_cublas(self, sizes: tuple[int, ...], dtype: str, gpu: Gpu) -> bool:
         """Whether this is a Linear chain in 16 bits whose product cuBLAS computes on this GPU."""
-        if not self.is_linear or dtype == "float32":
-            return False
-        M, K, N = sizes
-        return gpu.prefers_cublas(M, N, K)
+        M, K, N, *_ = sizes
+        return self.is_linear and dtype != "float32" and gpu.prefers_cublas(M, N, K)
 
     def problems(
         self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], gpu: Gpu | None = None
@@ -78,8 +65,7 @@ class NamedChain:
             return image_problems(sizes, dtype, passes, self.group_size)
         by_cublas = gpu is not None and self.by_cublas(sizes, dtype, gpu)
         found = linear_problems(self.chain, sizes, dtype, passes, self.group_size, by_cublas)
-        splits = gpu is not None and gpu.splits_float32
-        return [problem for problem in found if problem.precision is None or not splits]
+        return [problem for problem in found if not (problem.precision and gpu and gpu.splits_float32)]
 
 
 def linear_problems(
@@ -98,22 +84,21 @@ def linear_problems(
     """
     M, K, N = sizes
     group_size = largest_divisor(N, group_size) if chain.norm else 1
-    norm_sizes = (M, N, group_size)
-    precision = "highest" if dtype == "float32" else None
-    found = []
-    if "forward" in passes:
-        fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
-        product, width = (chain, group_size) if fused else (LINEAR, 1)
-        if not by_cublas:
-            found.append(Problem(product.kernel, dtype, (M, N, K, width), precision))
-        if chain.norm and (by_cublas or not fused or dtype == "float32"):
-            found.append(Problem("group_norm", dtype, norm_sizes))
-    if "backward" in passes and not chain.reduction:
-        if chain.norm:
-            found.append(Problem("group_norm_backward", dtype, norm_sizes))
-        if dtype == "float32":
-            found += [Problem(LINEAR.kernel, dtype, size, precision) for size in ((M, K, N, 1), (N, K, M, 1))]
-    return found
+    fused = group_size <= WIDEST_TILE and is_power_of_two(group_size)
+    product, width = (chain.kernel, group_size) if fused else (LINEAR.kernel, 1)
+    is_float32 = dtype == "float32"
+    looked_up = (
+        ("forward", not by_cublas, product, (M, N, K, width)),
+        ("forward", chain.norm and (by_cublas or not fused or is_float32), "group_norm", (M, N, group_size)),
+        ("backward", chain.norm and not chain.reduction, "group_norm_backward", (M, N, group_size)),
+        ("backward", is_float32 and not chain.reduction, LINEAR.kernel, (M, K, N, 1)),
+        ("backward", is_float32 and not chain.reduction, LINEAR.kernel, (N, K, M, 1)),
+    )
+    return [
+        Problem(kernel, dtype, sizes, kernel_of(kernel).precision(dtype))
+        for direction, is_needed, kernel, sizes in looked_up
+        if direction in passes and is_needed
+    ]
 
 
 def image_problems(sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], group_size: int) -> list[Problem]:
@@ -125,22 +110,23 @@ def image_problems(sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], 
     height, width = height + kernel - 1, width + kernel - 1
     images = (B, channels, height * width, largest_divisor(channels, group_size))
     both = (CONTIGUOUS, CHANNELS_LAST)
-    found = []
-    if "forward" in passes:
-        if dtype != "float32":
-            taps = (B, in_channels, channels, height, width, kernel, kernel)
-            layouts = (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}")
-            found += [Problem("convolution", dtype, taps, None, layout) for layout in layouts]
-        found += [Problem("image_statistics", dtype, images, None, layout) for layout in both]
-        layouts = (*both, f"{CHANNELS_LAST} to {CONTIGUOUS}")
-        found += [Problem("image_group_norm", dtype, images, None, layout) for layout in layouts]
-    if "backward" in passes:
-        found += [Problem("image_group_norm_backward", dtype, images, None, layout) for layout in both]
-    return found
+    taps = (B, in_channels, channels, height, width, kernel, kernel)
+    convolutions = (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}") if dtype != "float32" else ()
+    looked_up = (
+        ("forward", "convolution", taps, convolutions),
+        ("forward", "image_statistics", images, both),
+        ("forward", "image_group_norm", images, (*both, f"{CHANNELS_LAST} to {CONTIGUOUS}")),
+        ("backward", "image_group_norm_backward", images, both),
+    )
+    return [
+        Problem(name, dtype, sizes, None, layout)
+        for direction, name, sizes, layouts in looked_up
+        for layout in layouts
+        if direction in passes
+    ]
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``most``."""
     return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
@@ -148,7 +134,13 @@ CHAINS = {
     "l94": NamedChain(LINEAR_HARDTANH_MISH_GROUP_NORM, "linear_hardtanh_mish_group_norm", 32, ((-1.0, 1.0),)),
     "l75": NamedChain(LINEAR_GROUP_NORM_MIN, "linear_group_norm_min", 16),
     "l30": NamedChain(LINEAR_GROUP_NORM_HARDTANH, "linear_group_norm_hardtanh", 512, ((-2.0, 2.0),)),
-    "l19": NamedChain(CONV_TRANSPOSE2D_GELU_GROUP_NORM, "conv_transpose2d_gelu_group_norm", 8),
+    "l19": NamedChain(
+        CONV_TRANSPOSE2D_GELU_GROUP_NORM,
+        "conv_transpose2d_gelu_group_norm",
+        8,
+        size_names=("batch", "in_channels", "out_channels", "height", "width", "kernel"),
+        target=(128, 64, 64, 256, 256, 3),
+    ),
 }
 
 

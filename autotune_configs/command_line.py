@@ -1,11 +1,9 @@
-"""What all command lines share: the parser, argument types, and how errors and warnings are told."""
+"""What all command lines share: the parser, and argument types."""
 
 import argparse
-import contextlib
 import re
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -32,17 +30,6 @@ def called_as(package: str) -> str:
     return script if script.startswith("normfuse-") else f"python -m {package}"
 
 
-@contextlib.contextmanager
-def plain_warnings(program: str) -> Iterator[None]:
-    """Print a warning as one line, without the line of code that gave it."""
-    before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"{program}: {message}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
-
-
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
     """An argument type: some of the ``known`` names, in any case, separated by commas."""
     by_lower = {name.lower(): name for name in known}
@@ -58,13 +45,6 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def positive(text: str) -> int:
-    """An argument type: a positive integer."""
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
-
-
-def cannot_write(program: str, path: Path | None, error: OSError) -> int:
-    """Say so in one line; returns the exit status."""
-    print(f"{program}: cannot write {path}: {error.strerror}", file=sys.stderr)
-    return 2

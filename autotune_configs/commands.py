@@ -7,14 +7,18 @@ import math
 import os
 import re
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
 
 from autotune_configs import command_line, lookup, reporting, sharing, sweep, tables
 from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain, kernels_of
-from autotune_configs.command_line import Parser, called_as, cannot_write
+from autotune_configs.command_line import Parser, called_as, positive
 from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS, Kernel
@@ -30,22 +34,18 @@ _Case = tuple[str, str, tuple[int, ...]]
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
-    shapes = []
-    for item in text.split(","):
+    items = text.split(",")
+    for item in items:
         if not re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})+", item):
             raise argparse.ArgumentTypeError(f"{item[:40]!r} is no shape: positive integers, as in 1024x8192x8192")
-        shapes.append(tuple(map(int, item.split("x"))))
-    return shapes
+    return [tuple(map(int, item.split("x"))) for item in items]
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
 def _gpu(text: str) -> Gpu:
@@ -70,6 +70,45 @@ def _own_folder() -> str:
         return f"{error.filename} ({error.strerror})"
 
 
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+#: What argparse takes for each option.
+_Options = dict[str, dict[str, Any]]
+_NAMES = {"type": command_line.names(_NAMED)}
+_PROBLEMS: _Options = {
+    "--names": _NAMES
+    | {"default": ",".join(CHAINS), "help": "chains and kernels; show --list lists them and their sizes"},
+    "--dtypes": {"type": command_line.names(DTYPES), "default": ",".join(DTYPES), "help": "element types"},
+    "--passes": {"type": command_line.names(PASSES), "default": ",".join(PASSES), "help": "of a chain"},
+    "--shapes": {"type": _shapes, "help": "sizes, as in 1024x8192x8192 (default: the target shape of each chain)"},
+}
+_GPU: _Options = {"--gpu": {"type": _gpu, "help": "a GPU that need not be here, such as h200 (default: the one here)"}}
+_PROCESSES: _Options = {
+    "--processes": {"type": positive, "metavar": "N", "help": "compile in N processes (default: one per core)"}
+}
+_SWEEP: _Options = {
+    **_PROBLEMS,
+    "--grid": _flag("for Linear chains: batch 1 to 4096 x features 1k to 16k"),
+    "--quick": _flag(
+        "try only the heuristic's config and those that tables have for the problem, also in the other 16-bit dtype"
+    ),
+    "--budget-seconds": {"type": _seconds, "metavar": "SECONDS", "help": "stop after this time, with the best so far"},
+    "--again": _flag("sweep problems that the table already has, too"),
+    **_PROCESSES,
+}
+_EXPORT: _Options = {"file": {"type": Path, "metavar": "FILE", "help": "where to write; - is standard output"}, **_GPU}
+_MERGE: _Options = {"files": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "what export wrote"}}
+_LIST = {"action": _ListAction, "nargs": 0, "help": "list the chains, kernels, sizes, dtypes and GPUs, and exit"}
+_SHOW: _Options = {**_PROBLEMS, **_GPU, "--csv": _flag("print CSV in place of a table"), "--list": _LIST}
+_CHECK: _Options = {
+    "tables": {"type": Path, "nargs": "*", "metavar": "TABLE", "help": "default: the shipped tables and your own"},
+    "--names": _NAMES | {"help": "only the entries of these chains and kernels (default: all)"},
+    **_PROCESSES,
+}
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog=called_as("autotune_configs"),
@@ -78,90 +117,32 @@ def _parser() -> Parser:
         "Exit status: 0, 1 if something is wrong, 2 for a bad argument or file, 130 if interrupted.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_sweep(commands)
-    show = _add(commands, "show", _show, "Show which config each problem gets, and from which table.")
-    _add_problems(show)
-    show.add_argument("--gpu", type=_gpu, help="a GPU that need not be here, such as h200 (default: the one here)")
-    show.add_argument("--csv", action="store_true", help="print CSV in place of a table")
-    show.add_argument(
-        "--list", action=_ListAction, nargs=0, help="list the chains, kernels, sizes, dtypes and GPUs, and exit"
-    )
-    check = _add(
-        commands, "check", _check, "Compile every entry of every table, for the GPU of the table. Needs no GPU."
-    )
-    check.add_argument("tables", type=Path, nargs="*", metavar="TABLE", help="default: the shipped tables and your own")
-    check.add_argument(
-        "--names", type=command_line.names(_NAMED), help="only the entries of these chains and kernels (default: all)"
-    )
-    _add_processes(check)
-    return parser
 
+    def add(name: str, run: Callable, options: _Options, description: str, to=commands, **defaults) -> Parser:
+        command = to.add_parser(name, help=description, description=description)
+        for option, settings in options.items():
+            command.add_argument(option, **settings)
+        command.set_defaults(run=run, parser=command, **defaults)
+        return command
 
-def _add(commands, name: str, run, description: str) -> Parser:
-    command = commands.add_parser(name, help=description, description=description)
-    command.set_defaults(run=run, parser=command)
-    return command
-
-
-def _add_sweep(commands) -> None:
-    parser = _add(
-        commands, "sweep", _sweep, "Find the fastest correct configs on this GPU, and put them into your own table."
-    )
-    _add_problems(parser)
-    parser.add_argument("--grid", action="store_true", help="for Linear chains: batch 1 to 4096 x features 1k to 16k")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="try only the heuristic's config and those that tables have for the problem, also in the other 16-bit "
-        "dtype",
-    )
-    parser.add_argument(
-        "--budget-seconds", type=_seconds, metavar="SECONDS", help="stop after this time, with the best so far"
-    )
-    parser.add_argument("--again", action="store_true", help="sweep problems that the table already has, too")
-    _add_processes(parser)
-    sharing = parser.add_subparsers(title="share tables between machines")
-    export = _add(sharing, "export", _export, "Write your own table of a GPU to a file.")
-    export.add_argument("file", type=Path, metavar="FILE", help="where to write; - is standard output")
-    export.add_argument("--gpu", type=_gpu, help="a GPU that need not be here, such as h200 (default: the one here)")
-    merge = _add(
-        sharing,
-        "merge",
-        _merge,
+    best = "Find the fastest correct configs on this GPU, and put them into your own table."
+    of_sweep = add("sweep", _sweep, _SWEEP, best)
+    sharing = {"to": of_sweep.add_subparsers(title="share tables between machines"), "sweep": of_sweep}
+    add("export", _export, _EXPORT, "Write your own table of a GPU to a file.", **sharing)
+    better = (
         "Merge tables into your own of their GPUs. For a problem that both have, an entry of the installed Triton "
-        "wins over one of another, then the lower time over the heuristic's config.",
+        "wins over one of another, then the lower time over the heuristic's config."
     )
-    merge.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what export wrote")
-    for command in (export, merge):
-        command.set_defaults(sweep=parser)
-
-
-def _add_problems(command: Parser) -> None:
-    command.add_argument(
-        "--names",
-        type=command_line.names(_NAMED),
-        default=",".join(CHAINS),
-        help="chains and kernels; show --list lists them and their sizes",
-    )
-    command.add_argument("--dtypes", type=command_line.names(DTYPES), default=",".join(DTYPES), help="element types")
-    command.add_argument("--passes", type=command_line.names(PASSES), default=",".join(PASSES), help="of a chain")
-    command.add_argument(
-        "--shapes", type=_shapes, help="sizes, as in 1024x8192x8192 (default: the target shape of each chain)"
-    )
-
-
-def _add_processes(command: Parser) -> None:
-    command.add_argument(
-        "--processes", type=command_line.positive, metavar="N", help="compile in N processes (default: one per core)"
-    )
+    add("merge", _merge, _MERGE, better, **sharing)
+    add("show", _show, _SHOW, "Show which config each problem gets, and from which table.")
+    add("check", _check, _CHECK, "Compile every entry of every table, for the GPU of the table. Needs no GPU.")
+    return parser
 
 
 def _cases(options: argparse.Namespace) -> list[_Case]:
     """The cases in the order of the shapes. A shape goes with each name that has as many sizes."""
-    shapes = options.shapes or []
-    if not shapes:
-        targets = [CHAINS[name].target for name in options.names if name in CHAINS]
-        shapes = [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
+    targets = [CHAINS[name].target for name in options.names if name in CHAINS]
+    shapes = options.shapes or [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
     if getattr(options, "grid", False):
         shapes = [*shapes, *GRID]
     for name in options.names:
@@ -200,7 +181,6 @@ def _device(parser: Parser, without: str) -> torch.device:
 
 
 def _gpu_of(options: argparse.Namespace) -> Gpu:
-    """The GPU that --gpu names, or the one here."""
     return options.gpu or Gpu.of(_device(options.parser, "name one, as in --gpu h200; show --list lists all"))
 
 
@@ -217,27 +197,20 @@ def _sweep(options: argparse.Namespace) -> int:
         parser.error(f"cannot write your tables: {error.filename}: {error.strerror}")
     dropped = [f"--{name}" for name in ("again", "quick") if getattr(options, name)]
     interpreted = {"prepare": lambda call: call, "clock": sweep.time_on_host}
-    with (
-        reporting.SweepReport(gpu, table, len(problems), dropped) as report,
-        Precompiler(gpu, options.processes) as precompiler,
-    ):
-        return report.run(
-            lambda: sweep.sweep_and_store(
-                problems,
-                device,
-                budget=options.budget_seconds,
-                again=options.again,
-                is_quick=options.quick,
-                **(interpreted if INTERPRETED else {"resources": precompiler}),
-                on_problem=report.begin,
-                on_outcome=report.add_outcome,
-                on_result=report.add_result,
-            )
+    with Precompiler(gpu, options.processes) as precompiler:
+        return reporting.run_sweep(
+            problems,
+            device,
+            table,
+            dropped,
+            budget=options.budget_seconds,
+            again=options.again,
+            is_quick=options.quick,
+            **(interpreted if INTERPRETED else {"resources": precompiler}),
         )
 
 
-def _export(options: argparse.Namespace) -> int:
-    _refuse_options_of_a_sweep(options)
+def _export(options: argparse.Namespace) -> None:
     gpu = _gpu_of(options)
     try:
         table = tables.user_path(gpu)
@@ -250,17 +223,15 @@ def _export(options: argparse.Namespace) -> int:
         options.parser.error(f"{table}: {error}")
     if str(options.file) == "-":
         sys.stdout.write(content)
-        return 0
+        return
     try:
         replace_file(options.file, content.encode())
     except OSError as error:
-        return cannot_write(options.parser.prog, options.file, error)
+        options.parser.error(f"cannot write {options.file}: {error.strerror}")
     print(f"{gpu.name}: {table} is written to {options.file}")
-    return 0
 
 
-def _merge(options: argparse.Namespace) -> int:
-    _refuse_options_of_a_sweep(options)
+def _merge(options: argparse.Namespace) -> None:
     read = []
     for path in options.files:  # all, before anything is changed
         try:
@@ -269,12 +240,11 @@ def _merge(options: argparse.Namespace) -> int:
             options.parser.error(f"{path}: {getattr(error, 'strerror', None) or error}")
     for path, gpu, entries in read:
         try:
-            merged = sharing.merge(gpu, entries)
+            counts = sharing.merge(gpu, entries)
         except OSError as error:
             options.parser.error(f"{path} is not merged: {error.filename}: {error.strerror}")
-        counts = f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept"
-        print(f"{path}: {gpu.name}: {counts}, in {tables.user_path(gpu)}")
-    return 0
+        told = ", ".join(f"{counts[what]} {what}" for what in ("added", "replaced", "kept"))
+        print(f"{path}: {gpu.name}: {told}, in {tables.user_path(gpu)}")
 
 
 def _refuse_options_of_a_sweep(options: argparse.Namespace) -> None:
@@ -284,7 +254,7 @@ def _refuse_options_of_a_sweep(options: argparse.Namespace) -> None:
             options.parser.error(f"--{name.replace('_', '-')} is an option of a sweep, not of this command")
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     gpu = _gpu_of(options)
     cases = _cases(options)
     found = [(problem, lookup.find(problem, gpu)) for problem in _problems(cases, options, gpu)]
@@ -308,7 +278,6 @@ def _show(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
     else:
         reporting.show(gpu, found, notes)
-    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -333,7 +302,10 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run one of the commands; returns the exit status."""
     options = _parser().parse_args(arguments)
-    with command_line.plain_warnings(options.parser.prog):
-        return options.run(options)
+    if "sweep" in options:
+        _refuse_options_of_a_sweep(options)
+    prog = options.parser.prog
+    # A warning is one line, without the line of code that gave it.
+    with mock.patch.object(warnings, "formatwarning", lambda message, *_, **__: f"{prog}: {message}\n"):
+        return options.run(options) or 0

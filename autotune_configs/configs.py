@@ -17,18 +17,13 @@ from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
-
-class _Thread(threading.local):
-    lookups: list[Found] | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
 def noted_lookups() -> Iterator[list[Found]]:
     """Within this context, what this thread's lookups find is added to the list."""
-    before, _thread.lookups = _thread.lookups, []
+    before, _thread.lookups = getattr(_thread, "lookups", None), []
     try:
         yield _thread.lookups
     finally:
@@ -46,10 +41,10 @@ def _resolve(
     """The config for a problem, of the kernel's config class. Tunes the problem first if that is switched on."""
     device = meant(device)
     problem = Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout)
-    if tuning.is_on() and tuning.tune_unseen(problem, device):
-        lookup.forget()
+    if tuning.is_on():
+        tuning.tune_unseen(problem, device)
     found = lookup.find(problem, Gpu.of(device))
-    if _thread.lookups is not None:
+    if getattr(_thread, "lookups", None) is not None:
         _thread.lookups.append(found)
     return found.config
 

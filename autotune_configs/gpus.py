@@ -1,6 +1,5 @@
 """What a config depends on in a GPU."""
 
-import functools
 import re
 from dataclasses import dataclass
 
@@ -11,7 +10,6 @@ from triton_kernels.device import (
     SHARED_MEMORY,
     architecture,
     device_name,
-    meant,
     multiprocessor_count,
     shared_memory_limit,
 )
@@ -34,8 +32,7 @@ class Gpu:
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
         """The GPU of a tensor. In the interpreter and in offline compilation, a stand-in."""
-        device = meant(device)
-        return _of_cuda(device.index) if device.type == "cuda" else _of_other(device)
+        return cls(device_name(device), architecture(device), multiprocessor_count(device), shared_memory_limit(device))
 
     @classmethod
     def called(cls, name: str) -> "Gpu":
@@ -77,7 +74,6 @@ class Gpu:
 
     @property
     def file_name(self) -> str:
-        """The name of a file about this GPU, without its suffix."""
         return self.name.lower().replace(" ", "_").replace("/", "_")
 
 
@@ -100,12 +96,3 @@ KNOWN = {
 
 def _words(name: str) -> list[str]:
     return re.findall("[a-z0-9]+", name.lower())
-
-
-def _of_other(device: torch.device) -> Gpu:
-    return Gpu(device_name(device), architecture(device), multiprocessor_count(device), shared_memory_limit(device))
-
-
-@functools.cache
-def _of_cuda(index: int) -> Gpu:
-    return _of_other(torch.device("cuda", index))

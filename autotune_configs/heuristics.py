@@ -1,6 +1,7 @@
 """Configs that run everywhere, for GPUs and problems that no table has."""
 
 import functools
+from dataclasses import replace
 
 from autotune_configs.gpus import Gpu
 from triton_kernels.grid import blocks_of, next_power_of_2
@@ -46,9 +47,8 @@ def heuristic_linear_config(element_size: int, M: int, N: int, K: int, group_siz
     """
     narrowest = group_size if is_power_of_two(group_size) and group_size <= WIDEST_TILE else 1
     config = _largest_tile(element_size, M, N, K, narrowest, gpu)
-    if blocks_of(M, config.block_m) * blocks_of(N, config.block_n) < gpu.multiprocessors // 2:
-        return _largest_tile(element_size, M, N, K, 1, gpu)
-    return config
+    fills_half = _tiles(config, M, N) >= gpu.multiprocessors // 2
+    return config if fills_half else _largest_tile(element_size, M, N, K, 1, gpu)
 
 
 def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu: Gpu) -> LinearConfig:
@@ -60,26 +60,21 @@ def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu
     else:
         tiles = _REGISTER_TILES
     tallest = max(16, next_power_of_2(M))
-    best = None
+    fitting: list[LinearConfig] = []
     for block_m, block_n, block_k, num_warps in tiles[element_size]:
-        for num_stages, store_strips in _stages(min(block_m, tallest), block_n, element_size, gpu):
-            config = LinearConfig(
-                min(block_m, tallest),
-                block_n,
-                block_k,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                store_strips=store_strips,
-            )
-            if block_n >= narrowest and config.shared_memory(element_size) <= gpu.shared_memory:
-                best = config
-                break
-        else:
-            continue
-        if blocks_of(M, best.block_m) * blocks_of(N, best.block_n) >= gpu.multiprocessors:
-            break
-    assert best is not None, "the smallest tile fits into any GPU"
-    return best
+        tile = LinearConfig(min(block_m, tallest), block_n, block_k, num_warps=num_warps)
+        configs = (
+            replace(tile, num_stages=num_stages, store_strips=store_strips)
+            for num_stages, store_strips in _stages(tile.block_m, block_n, element_size, gpu)
+        )
+        fits = (config for config in configs if config.shared_memory(element_size) <= gpu.shared_memory)
+        fitting += [config for config in fits if block_n >= narrowest][:1]
+    smallest = fitting[-1]  # which fits into any GPU
+    return next((config for config in fitting if _tiles(config, M, N) >= gpu.multiprocessors), smallest)
+
+
+def _tiles(config: LinearConfig, M: int, N: int) -> int:
+    return blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
 
 
 def _stages(block_m: int, block_n: int, element_size: int, gpu: Gpu) -> tuple[tuple[int, int], ...]:

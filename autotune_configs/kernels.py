@@ -4,17 +4,17 @@ A search space lists the values of each field. A sweep starts from a few configs
 the best one. A neighbour differs by one step in one field.
 """
 
-import contextlib
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from autotune_configs.gpus import Gpu
 from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
 from autotune_configs.prediction import product_seconds
-from autotune_configs.problem import Problem
+from autotune_configs.problem import ELEMENT_SIZES, Problem
 from triton_kernels import chains
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.grid import next_power_of_2
@@ -25,15 +25,13 @@ from triton_kernels.row_minimum import ROW_MINIMUM
 
 Config = LinearConfig | GroupNormConfig | ImageNormConfig | ConvolutionConfig
 
-ELEMENT_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
 #: The most float32 values of a tile that a thread has registers for, beside all else.
 _MOST_VALUES_A_THREAD = 128
 
 
 @dataclass(frozen=True)
 class Kernel(ABC):
-    """One kernel, with what tables and sweeps need to know of it. A config is of its ``config_class``.
+    """One kernel, with what tables and sweeps need to know of it.
 
     ``size_names`` names a problem's sizes. ``layouts`` lists the memory layouts that its images may have. ``ranges``
     has the values of each field to search.
@@ -42,7 +40,6 @@ class Kernel(ABC):
     name: str
     layouts: tuple[str | None, ...] = (None,)
     size_names: ClassVar[tuple[str, ...]]
-    config_class: ClassVar[type]
     ranges: ClassVar[dict[str, tuple[int, ...]]]
 
     @abstractmethod
@@ -63,27 +60,24 @@ class Kernel(ABC):
         passes = () if self.name.endswith("backward") else ("rows_per_program", "strip")
         return {name: values for name, values in self.ranges.items() if name not in passes}
 
-    def seconds(self, config: Any, problem: Problem, gpu: Gpu) -> float | None:
-        """A rough prediction of the time of a 16-bit problem; not every kernel has it."""
-        return None
-
-    def predicted(self, configs: Iterable[Config], problem: Problem, gpu: Gpu) -> list[float]:
-        """The predicted time with each of the configs; empty without a prediction."""
-        seconds = [self.seconds(config, problem, gpu) for config in configs]
-        return [each for each in seconds if each is not None]
+    def seconds(self, config: Any, problem: Problem, gpu: Gpu) -> float:
+        """A rough prediction of the time. Where there is none, all configs are predicted alike."""
+        return 1.0
 
     def config_of(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
         """The config with these values, or None if it is not valid for the problem.
 
         A field with a default may be missing: a table can be older than the field.
         """
-        names = {field.name for field in fields(self.config_class)}
-        needed = {field.name for field in fields(self.config_class) if field.default is MISSING}
-        if not needed <= set(values) <= names or not self.takes(problem):
+        if not self.takes(problem):
             return None
-        config = self.config_class(**values)
+        heuristic = self.heuristic(problem, gpu)
+        try:
+            config = type(heuristic)(**values)
+        except TypeError:  # a field is missing or unknown
+            return None
         searched = all(getattr(config, name) in known for name, known in self.space.items())
-        is_valid = self.is_valid(config, problem, gpu) if searched else config == self.heuristic(problem, gpu)
+        is_valid = self.is_valid(config, problem, gpu) if searched else config == heuristic
         return config if is_valid else None
 
     def takes(self, problem: Problem) -> bool:
@@ -117,9 +111,9 @@ class Kernel(ABC):
         found: list[Config] = []
         for name, value in asdict(config).items():
             values = self.space.get(name, ())
-            below = max((each for each in values if each < value), default=None)
-            above = min((each for each in values if each > value), default=None)
-            found += [replace(config, **{name: each}) for each in (below, above) if each is not None]
+            below = [each for each in values if each < value][-1:]
+            above = [each for each in values if each > value][:1]
+            found += [replace(config, **{name: each}) for each in below + above]
         return [each for each in found if self.is_valid(each, problem, gpu)]
 
 
@@ -137,7 +131,6 @@ class LinearKernel(Kernel):
     """The product [M, K] @ [N, K].T of a chain, with all of the chain that its tiles hold (``Chain.kernel``)."""
 
     size_names = ("m", "n", "k", "group_size")
-    config_class = LinearConfig
     ranges = {
         "block_m": _powers(16, 256),
         "block_n": _powers(16, 256),
@@ -176,8 +169,7 @@ class LinearKernel(Kernel):
         spills at most 64 bytes (sm_100), in one up to 424 (compiled offline for sm_80 to sm_120, triton 3.6 to 3.9).
         """
         M, N, K, group_size = problem.sizes
-        element_size = ELEMENT_SIZES[problem.dtype]
-        config = heuristic_linear_config(element_size, M, N, K, group_size, gpu)
+        config = heuristic_linear_config(problem.element_size, M, N, K, group_size, gpu)
         if self._reduces:
             config = replace(config, store_strips=1)
         if self._loads_tensors and config.block_m >= 16 * config.num_warps:  # warps lie one above the other
@@ -193,61 +185,52 @@ class LinearKernel(Kernel):
 
         A tensor that is loaded takes half a tile beside it (seen in compiled kernels).
         """
-        element_size = ELEMENT_SIZES[problem.dtype]
-        staged_columns = problem.sizes[3] * 4 // element_size if self._reduces else None
+        staged_columns = problem.sizes[3] * 4 // problem.element_size if self._reduces else None
         if self._loads_tensors:
             staged_columns = config.stored_columns + config.epilogue_columns // 2
-        return config.shared_memory(element_size, staged_columns)
+        return config.shared_memory(problem.element_size, staged_columns)
 
     def is_valid(self, config, problem, gpu):
         M, N, K, group_size = problem.sizes
-        element_size = ELEMENT_SIZES[problem.dtype]
+        element_size, tile = problem.element_size, (config.block_m, config.block_n)
         heuristic = self.heuristic(problem, gpu)
         if K * element_size % 16 != 0:  # loaded without tensor descriptors: only the heuristic has tiles for this
             return config == heuristic
-        if 1 < group_size <= WIDEST_TILE and heuristic.holds_groups_of(group_size):
-            if not config.holds_groups_of(group_size):
-                return False
-        if element_size == 4 and config.block_k > _DEEPEST_FLOAT32_BLOCK:
-            return False
+        may_split_groups = group_size > WIDEST_TILE or not heuristic.holds_groups_of(group_size)
         # Unaligned rows are stored through pointers, in one strip. The heuristic's tile is known to fit even so.
         is_aligned = N * element_size % 16 == 0 or config == heuristic
         staging = config if is_aligned else replace(config, store_strips=1)
-        trapped = gpu.architecture == 100 and element_size == 4 and (config.block_m, config.block_n) == (64, 256)
         return (
-            config.block_m <= max(16, next_power_of_2(M))
-            and config.block_m * config.block_n <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
-            and min(config.block_m, config.block_n, config.block_k) >= 16
-            and config.stored_columns >= 16
+            (may_split_groups or config.holds_groups_of(group_size))
+            and (element_size == 2 or config.block_k <= _DEEPEST_FLOAT32_BLOCK)
+            and config.block_m <= max(16, next_power_of_2(M))
+            and math.prod(tile) <= _MOST_VALUES_A_THREAD * 32 * config.num_warps
+            and min(*tile, config.block_k, config.stored_columns) >= 16
             and config.epilogue_strips * config.store_strips <= 2
             and self._shared_memory(staging, problem) <= gpu.shared_memory
-            and not trapped
+            and (gpu.architecture, element_size, tile) != (100, 4, (64, 256))  # compiled to a trap
         )
 
     def starts(self, problem):
         """A tile of each shape. With few rows a kernel mostly loads weights: deep blocks keep many bytes in flight."""
-        element_size = ELEMENT_SIZES[problem.dtype]
         tallest = max(16, next_power_of_2(problem.sizes[0]))
-        for block_m in (min(tallest, 64), min(tallest, 128), min(tallest, 256)):
-            for block_n in (32, 64, 128, 256):
-                warps = 8 if block_m * block_n > 64 * 64 else 4
-                if block_m <= 32 and element_size == 2:
-                    yield LinearConfig(block_m, block_n, 128, num_warps=4, num_stages=4)
-                else:
-                    yield LinearConfig(block_m, block_n, 128 // element_size, num_warps=warps, num_stages=3)
+        for block_m, block_n in itertools.product((64, 128, 256), (32, 64, 128, 256)):
+            block_m = min(tallest, block_m)
+            if block_m <= 32 and problem.element_size == 2:
+                yield LinearConfig(block_m, block_n, 128, num_warps=4, num_stages=4)
+            else:
+                num_warps = 8 if block_m * block_n > 64 * 64 else 4
+                yield LinearConfig(block_m, block_n, 128 // problem.element_size, num_warps=num_warps, num_stages=3)
 
     def seconds(self, config, problem, gpu):
-        if ELEMENT_SIZES[problem.dtype] != 2:
-            return None
+        if problem.element_size != 2:
+            return super().seconds(config, problem, gpu)
         M, N, K, _ = problem.sizes
         return product_seconds((config.block_m, config.block_n), M, N, K, gpu.multiprocessors)
 
 
 class GroupNormKernel(Kernel):
-    """A pass of a group norm over a matrix [M, N]."""
-
     size_names = ("m", "n", "group_size")
-    config_class = GroupNormConfig
     ranges = {
         "block_m": _powers(1, 32),
         "block_columns": _powers(16, 8192),
@@ -270,16 +253,12 @@ class GroupNormKernel(Kernel):
 
     def starts(self, problem):
         heuristic = heuristic_group_norm_config(*problem.sizes)
-        for block_m in (1, 4, 16):
-            rows = max(block_m, next_power_of_2(heuristic.rows_per_program))
-            yield replace(heuristic, block_m=block_m, rows_per_program=rows)
+        rows = next_power_of_2(heuristic.rows_per_program)
+        return [replace(heuristic, block_m=block_m, rows_per_program=max(block_m, rows)) for block_m in (1, 4, 16)]
 
 
 class ImageNormKernel(Kernel):
-    """A pass of a group norm over images [B, C, S]."""
-
     size_names = ("samples", "channels", "pixels", "group_size")
-    config_class = ImageNormConfig
     ranges = {
         "block_c": _powers(1, 128),
         "block_s": _powers(16, 2048),
@@ -300,16 +279,16 @@ class ImageNormKernel(Kernel):
         )
 
     def starts(self, problem):
-        for values in (2048, 4096, 8192):
-            for block_s in (32, 64, 256, 1024):
-                yield ImageNormConfig(max(1, min(values // block_s, problem.sizes[1])), block_s)
+        return [
+            ImageNormConfig(max(1, min(values // block_s, problem.sizes[1])), block_s)
+            for values, block_s in itertools.product((2048, 4096, 8192), (32, 64, 256, 1024))
+        ]
 
 
 class ConvolutionKernel(Kernel):
     """A convolution of stride 1."""
 
     size_names = ("samples", "in_channels", "out_channels", "height", "width", "tap_rows", "tap_columns")
-    config_class = ConvolutionConfig
     ranges = {
         "block_pixels": _powers(32, 256),
         "block_o": _powers(16, 128),
@@ -322,11 +301,10 @@ class ConvolutionKernel(Kernel):
         return ConvolutionConfig.fit(*problem.sizes[1:3])
 
     def is_valid(self, config, problem, gpu):
-        element_size = ELEMENT_SIZES[problem.dtype]
-        shared_memory = config.num_stages * (config.block_pixels + config.block_o) * config.block_c * element_size
+        values = config.num_stages * (config.block_pixels + config.block_o) * config.block_c
         return (
             config.block_pixels * config.block_o <= 64 * 32 * config.num_warps
-            and shared_memory <= gpu.shared_memory
+            and values * problem.element_size <= gpu.shared_memory
             and min(config.block_pixels, config.block_o, config.block_c) >= 16
         )
 
@@ -337,22 +315,21 @@ class ConvolutionKernel(Kernel):
 
 _FORMATS = (CONTIGUOUS, CHANNELS_LAST)
 _PAIRS = (*_FORMATS, f"{CONTIGUOUS} to {CHANNELS_LAST}", f"{CHANNELS_LAST} to {CONTIGUOUS}")
-_LINEAR_CHAINS = (
-    chains.LINEAR,
-    chains.LINEAR_HARDTANH_MISH_GROUP_NORM,
-    chains.LINEAR_GROUP_NORM_HARDTANH,
-    chains.LINEAR_GROUP_NORM_MIN,
-)
-_ALL: tuple[Kernel, ...] = (
-    *(LinearKernel(chain.kernel) for chain in _LINEAR_CHAINS),
-    GroupNormKernel("group_norm"),
-    GroupNormKernel("group_norm_backward"),
-    ImageNormKernel("image_statistics", _FORMATS),
-    ImageNormKernel("image_group_norm", _PAIRS),
-    ImageNormKernel("image_group_norm_backward", _FORMATS),
-    ConvolutionKernel("convolution", _PAIRS),
-)
-KERNELS = {kernel.name: kernel for kernel in _ALL}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        LinearKernel(chains.LINEAR.kernel),
+        LinearKernel(chains.LINEAR_HARDTANH_MISH_GROUP_NORM.kernel),
+        LinearKernel(chains.LINEAR_GROUP_NORM_HARDTANH.kernel),
+        LinearKernel(chains.LINEAR_GROUP_NORM_MIN.kernel),
+        GroupNormKernel("group_norm"),
+        GroupNormKernel("group_norm_backward"),
+        ImageNormKernel("image_statistics", _FORMATS),
+        ImageNormKernel("image_group_norm", _PAIRS),
+        ImageNormKernel("image_group_norm_backward", _FORMATS),
+        ConvolutionKernel("convolution", _PAIRS),
+    )
+}
 
 
 def kernel_of(name: str) -> Kernel:
@@ -363,10 +340,3 @@ def kernel_of(name: str) -> Kernel:
     if name not in KERNELS and not name.startswith("linear_"):
         raise ValueError(f"unknown kernel {name!r}")
     return KERNELS.get(name) or LinearKernel(name)
-
-
-def config_of(values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
-    """The config with these values, or None if they are not valid for the problem, or its kernel is unknown."""
-    with contextlib.suppress(ValueError):
-        return kernel_of(problem.kernel).config_of(values, problem, gpu)
-    return None

@@ -10,8 +10,8 @@ import numpy as np
 
 from autotune_configs import tables
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import ELEMENT_SIZES, Config, kernel_of
-from autotune_configs.problem import Problem
+from autotune_configs.kernels import Config, kernel_of
+from autotune_configs.problem import ELEMENT_SIZES, Problem
 from autotune_configs.tables import Entry
 
 #: The farthest that an entry may be from a problem, in doublings summed over all sizes.
@@ -49,17 +49,14 @@ def find(problem: Problem, gpu: Gpu) -> Found:
     entry may be predicted to be faster (``Kernel.seconds``), and is used.
     """
     kernel = kernel_of(problem.kernel)
-    candidates: list[Found] = []
-    nearest = math.inf
-    for distance, found in _valid_entries(problem, gpu, 2 * _NEAR):
-        if distance == 0:
-            return found
-        nearest = min(nearest, distance)
-        candidates.append(found)
-    if nearest > _NEAR:
-        candidates.insert(0, Found(kernel.heuristic(problem, gpu)))
-    seconds = kernel.predicted([each.config for each in candidates], problem, gpu)
-    if seconds and min(seconds) < _WORTHWHILE * seconds[0]:
+    heuristic = Found(kernel.heuristic(problem, gpu))
+    entries = _valid_entries(problem, gpu, 2 * _NEAR)
+    distance, nearest = next(entries, (math.inf, heuristic))
+    if distance == 0:
+        return nearest
+    candidates = [*([heuristic] if distance > _NEAR else []), nearest, *(found for _, found in entries)]
+    seconds = [kernel.seconds(each.config, problem, gpu) for each in candidates]
+    if min(seconds) < _WORTHWHILE * seconds[0]:
         return replace(candidates[seconds.index(min(seconds))], fills_last_wave=True)
     return candidates[0]
 
@@ -87,14 +84,9 @@ def known_configs(problem: Problem, gpu: Gpu) -> list[Config]:
     dtype of the same size.
     """
     found = find(problem, gpu)
-    configs: list[Config | None] = [found.config] if found.entry else []
-    kernel = kernel_of(problem.kernel)
-    for dtype, size in ELEMENT_SIZES.items():
-        if dtype != problem.dtype and size == ELEMENT_SIZES[problem.dtype]:
-            twin = replace(problem, dtype=dtype)
-            entries, _ = _entries(gpu).get(_kind(twin), ([], None))
-            configs += [kernel.config_of(entry.config, problem, gpu) for entry, _ in entries if entry.problem == twin]
-    return [config for config in dict.fromkeys(configs) if config is not None]
+    twins = [replace(problem, dtype=dtype) for dtype, size in ELEMENT_SIZES.items() if size == problem.element_size]
+    others = (other for twin in twins if twin != problem for _, other in _valid_entries(twin, gpu, 0.0))
+    return list(dict.fromkeys(each.config for each in (found, *others) if each.entry))
 
 
 @functools.cache
@@ -130,5 +122,5 @@ def forget() -> None:
     """Read the tables again at the next call, because one of them, or their folder, has changed."""
     global _generation
     _generation += 1
-    for function in (tables.read, _entries, find):
-        function.cache_clear()
+    _entries.cache_clear()
+    find.cache_clear()

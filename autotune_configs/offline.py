@@ -4,12 +4,12 @@
 would be launched: the same loads, specialisations and options.
 """
 
-import contextlib
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import triton
@@ -31,24 +31,7 @@ class CompiledLaunch:
 
     @property
     def fits(self) -> bool:
-        """Whether the architecture has that much shared memory for a block."""
         return self.shared_memory <= SHARED_MEMORY[self.arch]
-
-
-class _OfflineDriver:
-    """Replaces the CUDA driver where Triton asks for the device to compile for."""
-
-    def __init__(self, arch: int):
-        self._arch = arch
-
-    def get_current_device(self) -> int:
-        return self._arch
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._arch, 32)
 
 
 def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLaunch]:
@@ -59,31 +42,29 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLa
     def compile_only(self, *args, grid, warmup, **kwargs):
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    with _driver(_OfflineDriver(arch)), mock.patch.object(triton.runtime.JITFunction, "run", compile_only):
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", _driver(arch)),
+        mock.patch.object(triton.runtime.JITFunction, "run", compile_only),
+    ):
         launch()
     return [_resources(kernel, arch) for kernel in compiled]
 
 
-@contextlib.contextmanager
-def _driver(driver):
-    before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(driver)
-    try:
-        yield
-    finally:
-        triton.runtime.driver._active = before
+def _driver(arch: int) -> SimpleNamespace:
+    """What Triton asks the CUDA driver for, to know the device to compile for."""
+    return SimpleNamespace(
+        get_current_device=lambda: arch,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+    )
 
 
 def _resources(kernel, arch: int) -> CompiledLaunch:
     """Registers and spills as the assembler that ships with triton reports them."""
-    ptx = kernel.asm["ptx"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/kernel.cubin"
-        with open(path, "wb") as file:
-            file.write(kernel.asm["cubin"])
-        cuobjdump = triton.knobs.nvidia.cuobjdump.path
-        report = subprocess.run(
-            [cuobjdump, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-        ).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"{field}:(\d+)", report)[0]) for field in ("REG", "STACK"))
-    return CompiledLaunch(kernel.metadata.name, registers, stack, kernel.metadata.shared, ptx, arch)
+    return CompiledLaunch(kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.asm["ptx"], arch)

@@ -43,20 +43,14 @@ def compile_config(problem: Problem, config: Config, gpu: Gpu, all_launches: boo
     return max(kernel.spilled_bytes for kernel in kernels), fault
 
 
-class Precompiler:
-    """Compiles for one GPU in worker processes; a context manager that ends them."""
+class Precompiler(contextlib.ExitStack):
+    """Compiles for one GPU in worker processes; leaving its context ends them."""
 
     def __init__(self, gpu: Gpu, processes: int | None = None):
+        super().__init__()
         self._gpu = gpu
         self._processes = processes or len(os.sched_getaffinity(0))
-        self._pools = contextlib.ExitStack()
         self._pool: WorkerPool | None = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self._pools.close()
 
     def compile(
         self,
@@ -66,7 +60,7 @@ class Precompiler:
     ) -> dict[Launch, tuple[int, str | None]]:
         """What ``compile_config`` says of each launch. ``on_compiled`` is called after each, with what is wrong."""
         if self._pool is None:
-            self._pool = self._pools.enter_context(WorkerPool(self._processes))
+            self._pool = self.enter_context(WorkerPool(self._processes))
         found = {}
         try:
             futures = {
@@ -80,16 +74,11 @@ class Precompiler:
             self._pool = None
             for launch in launches:
                 if launch not in found:
-                    found[launch] = self._compile_alone(launch, all_launches)
+                    found[launch] = 0, "the compiler crashes"
+                    with contextlib.suppress(BrokenProcessPool), WorkerPool(1) as pool:
+                        found[launch] = pool.submit(compile_config, *launch, self._gpu, all_launches).result()
                     on_compiled(launch, found[launch][1])
         return {launch: found[launch] for launch in launches}
-
-    def _compile_alone(self, launch: Launch, all_launches: bool) -> tuple[int, str | None]:
-        with WorkerPool(1) as pool:
-            try:
-                return pool.submit(compile_config, *launch, self._gpu, all_launches).result()
-            except BrokenProcessPool:
-                return 0, "the compiler crashes"
 
     def refused(
         self, problem: Problem, default: Config, configs: list[Config], all_launches: bool = False
@@ -97,9 +86,8 @@ class Precompiler:
         """The configs not to run, with the reason: they do not compile, do not fit, or spill more than the default."""
         compiled = self.compile([(problem, config) for config in dict.fromkeys([default, *configs])], all_launches)
         allowed = compiled[problem, default][0] + _MORE_SPILLED_BYTES
-        refused = {}
-        for config in configs:
-            spilled, fault = compiled[problem, config]
-            if config != default and (fault or spilled > allowed):
-                refused[config] = fault or f"spills {spilled} bytes a thread"
-        return refused
+        return {
+            config: fault or f"spills {spilled} bytes a thread"
+            for (_, config), (spilled, fault) in compiled.items()
+            if config != default and (fault or spilled > allowed)
+        }

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ELEMENT_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -17,6 +19,10 @@ class Problem:
     sizes: tuple[int, ...]
     precision: str | None = None
     layout: str | None = None
+
+    @property
+    def element_size(self) -> int:
+        return ELEMENT_SIZES[self.dtype]
 
     def __str__(self) -> str:
         parts = (self.kernel, self.dtype, self.precision, self.layout, "x".join(map(str, self.sizes)))

@@ -1,23 +1,26 @@
 """What ``python -m autotune_configs`` prints."""
 
+import contextlib
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
+from autotune_configs import sweep
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
 from autotune_configs.gpus import KNOWN, Gpu
-from autotune_configs.kernels import KERNELS, Config, config_of
+from autotune_configs.kernels import KERNELS, Config, kernel_of
 from autotune_configs.lookup import Found
 from autotune_configs.precompile import Launch, Precompiler
 from autotune_configs.problem import Problem
-from autotune_configs.sweep import DeviceLost, Outcome, Result
+from autotune_configs.sweep import Outcome, Result
 from autotune_configs.tables import read_strictly, searched, shipped_folder
 from autotune_configs.workloads import is_of_every_process
 
@@ -49,83 +52,66 @@ def _settings(config: dict[str, int]) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    """A bar with the time left, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-class SweepReport:
-    """Prints a line for each problem, and a progress bar; a context manager.
+def run_sweep(problems: list[Problem], device: torch.device, table: Path, dropped: list[str], **options) -> int:
+    """Sweep problems into a table, with a progress bar and a line for each.
 
-    The sweep continues where it was when its command runs again without the options ``dropped``.
+    The sweep continues where it was when its command runs again without the options ``dropped``. Returns the exit
+    status: 1 if a result was wrong, 130 if the user interrupted.
     """
+    console = _console()
+    how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
+    results: list[Result] = []
+    progress = _progress(console)
+    task = progress.add_task("", total=len(problems))
 
-    def __init__(self, gpu: Gpu, table: Path, problems: int, dropped: list[str]):
-        self._console = _console()
-        self._progress = _progress(self._console)
-        self._task = self._progress.add_task("", total=problems)
-        self._how_on = f"Without {' '.join(dropped)}, the same command" if dropped else "The same command"
-        self._tried = 0
-        self.results: list[Result] = []
-        self._console.print(f"{escape(gpu.name)}: {_count(problems, 'problem')}, into {escape(str(table))}")
+    def tell_progress(problem: Problem, outcomes: list[Outcome]) -> None:
+        tried = f" ({_count(len(outcomes), 'config')})" if outcomes else ""
+        progress.update(task, description=escape(f"{problem}{tried}"))
+        if outcomes and outcomes[-1].is_wrong:
+            wrong = outcomes[-1]
+            console.print(f"[red]WRONG: {_settings(asdict(wrong.config))}: {escape(str(wrong.reason))}[/]")
 
-    def __enter__(self):
-        self._progress.start()
-        return self
+    def tell_result(result: Result) -> None:
+        results.append(result)
+        progress.advance(task)
+        console.print(_line(result))
 
-    def __exit__(self, *exception):
-        self._progress.stop()
-
-    def begin(self, problem: Problem) -> None:
-        self._tried = 0
-        self._progress.update(self._task, description=escape(str(problem)))
-
-    def add_outcome(self, outcome: Outcome) -> None:
-        self._tried += 1
-        problem = self._progress.tasks[self._task].description.split(" (")[0]
-        self._progress.update(self._task, description=f"{problem} ({_count(self._tried, 'config')})")
-        if outcome.is_wrong:
-            self._console.print(f"[red]WRONG: {_settings(asdict(outcome.config))}: {escape(str(outcome.reason))}[/]")
-
-    def add_result(self, result: Result) -> None:
-        self.results.append(result)
-        self._progress.advance(self._task)
-        self._console.print(_line(result))
-
-    def run(self, sweep: Callable[[], object]) -> int:
-        """The exit status: 1 if a result was wrong, 130 if the user interrupted."""
-        try:
-            sweep()
-        except KeyboardInterrupt:
-            self._console.print(f"Interrupted. {self._how_on} continues from here.")
-            return 130
-        except DeviceLost as error:
-            self._console.print(f"[red]The GPU no longer answers, after {escape(str(error))}[/]")
-            self._console.print(f"{self._how_on} continues after this config, in a new process.")
-            return 1
-        finally:
-            unfinished = sum(not result.is_whole for result in self.results)
-            if unfinished:
-                self._console.print(f"Not finished: {_count(unfinished, 'problem')}. {self._how_on} continues.")
-        return int(any(result.is_red for result in self.results))
+    console.print(f"{escape(Gpu.of(device).name)}: {_count(len(problems), 'problem')}, into {escape(str(table))}")
+    try:
+        with progress:
+            sweep.sweep_and_store(problems, device, on_progress=tell_progress, on_result=tell_result, **options)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. {how_on} continues from here.")
+        return 130
+    except sweep.DeviceLost as error:
+        console.print(f"[red]The GPU no longer answers, after {escape(str(error))}[/]")
+        console.print(f"{how_on} continues after this config, in a new process.")
+        return 1
+    finally:
+        unfinished = sum(not result.is_whole for result in results)
+        if unfinished:
+            console.print(f"Not finished: {_count(unfinished, 'problem')}. {how_on} continues.")
+    return int(any(result.is_red for result in results))
 
 
 def _line(result: Result) -> str:
-    if result.entry is None:
-        return f"{escape(str(result.problem))}: {escape(str(result.skipped))}"
-    entry, refused = result.entry, sum(outcome.ratio is None for outcome in result.outcomes)
-    text = f"{escape(str(result.problem))}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, "
-    text += f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
-    if result.error is not None:
-        return f"{text}: {escape(str(result.skipped))}"
-    return text + ("" if result.is_whole else " (so far)")
+    entry = result.entry
+    problem = escape(str(result.problem))
+    ending = f": {escape(result.skipped)}" if result.skipped else "" if result.is_whole else " (so far)"
+    if entry is None:
+        return f"{problem}{ending}"
+    refused = sum(outcome.ratio is None for outcome in result.outcomes)
+    tried = f"of {_count(len(result.outcomes), 'config')} ({refused} refused): {_settings(entry.config)}"
+    return f"{problem}: {entry.ratio:.3f} x heuristic, {entry.microseconds:.1f} µs, {tried}{ending}"
 
 
 def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None:
-    """Print one row per problem, the tables that they are from, and ``notes``."""
-    table = Table(title=escape(gpu.name), title_justify="left")
-    for column in ("problem", "config", "from"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("problem", "config", "from"))
+    table = Table(*columns, title=escape(gpu.name), title_justify="left")
     for problem, each in found:
         table.add_row(escape(str(problem)), _settings(asdict(each.config)), escape(_origin(problem, each)))
     console = _console()
@@ -137,16 +123,13 @@ def show(gpu: Gpu, found: list[tuple[Problem, Found]], notes: list[str]) -> None
 
 def show_csv(gpu: Gpu, found: list[tuple[Problem, Found]]) -> None:
     """Print the same as CSV: the problem, its config, and the entry that the config is from."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    problem_columns = ("kernel", "dtype", "precision", "layout", "sizes")
-    measured = ("ratio", "microseconds", "triton", "date")
-    writer.writerow(("gpu", *problem_columns, "config", "source", "table", "entry", *measured))
+    columns = "gpu kernel dtype precision layout sizes config source table entry ratio microseconds triton date".split()
+    writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for problem, each in found:
-        texts = {**asdict(problem), "sizes": _joined(problem.sizes)}
-        entry = [_joined(each.entry.problem.sizes)] if each.entry else [""]
-        entry += [getattr(each.entry, name, "") for name in measured]
-        config = _settings(asdict(each.config)), _source(problem, each)
-        writer.writerow((gpu.name, *(texts[name] for name in problem_columns), *config, each.table or "", *entry))
+        entry = {**vars(each.entry), "entry": _joined(each.entry.problem.sizes)} if each.entry else {}
+        row = {**entry, **vars(problem), "sizes": _joined(problem.sizes), "config": _settings(asdict(each.config))}
+        writer.writerow({**row, "gpu": gpu.name, "source": _source(problem, each), "table": each.table})
 
 
 def _origin(problem: Problem, found: Found) -> str:
@@ -174,35 +157,30 @@ def _joined(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes))
 
 
+def _tables_of(gpu: Gpu) -> str:
+    return ", ".join(_table_name(str(path)) for path, _ in searched(gpu) if path.is_file()) or "none"
+
+
 def list_what_can_be_shown() -> None:
-    """Print the names that commands take: chains, kernels, sizes, dtypes, passes and GPUs."""
     console = _console()
-    chains = _table("chain", "function in ops", "sizes", "target shape")
-    for name, chain in CHAINS.items():
-        chains.add_row(name, chain.function, " x ".join(chain.size_names), _joined(chain.target))
-    kernels = _table("kernel", "sizes")
-    for name, kernel in KERNELS.items():
-        kernels.add_row(name, " x ".join(kernel.size_names))
-    sizes = _table("size", "meaning")
-    for name, meaning in SIZES.items():
-        sizes.add_row(name, escape(meaning))
-    gpus = _table("GPU", "tables")
-    for name in KNOWN:
-        gpu = Gpu.called(name)
-        files = [str(path) for path, _ in searched(gpu) if path.is_file()]
-        gpus.add_row(escape(name), ", ".join(map(_table_name, files)) or "none")
-    for table in (chains, kernels, sizes, gpus):
+    listed: dict[tuple[str, ...], Iterable[tuple[str, ...]]] = {
+        ("chain", "function in ops", "sizes", "target shape"): (
+            (name, chain.function, " x ".join(chain.size_names), _joined(chain.target))
+            for name, chain in CHAINS.items()
+        ),
+        ("kernel", "sizes"): ((name, " x ".join(kernel.size_names)) for name, kernel in KERNELS.items()),
+        ("size", "meaning"): SIZES.items(),
+        ("GPU", "tables"): ((name, _tables_of(Gpu.called(name))) for name in KNOWN),
+    }
+    for names, rows in listed.items():
+        columns = (Column(name, overflow="fold", no_wrap=name not in ("sizes", "meaning")) for name in names)
+        table = Table(*columns, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(escape, row))
         console.print(table)
         console.print()
     console.print("--gpu takes words or parts of a name that no other GPU has: h200, l4, 'a100 40gb'.\n")
     console.print(f"dtypes: {', '.join(DTYPES)}\npasses: {', '.join(PASSES)}")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in ("sizes", "meaning"))
-    return table
 
 
 def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: list[str]) -> int:
@@ -217,7 +195,7 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
         faults.append(text)
         console.print(f"[red]{escape(text)}[/]")
 
-    work, unknown, done = [], {}, []
+    work, unknown = [], {}
     for path in paths:
         try:
             gpu, entries = read_strictly(path)
@@ -226,34 +204,37 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
             continue
         launches: dict[tuple, Launch] = {}
         for entry in entries:
-            if kernels is None or entry.problem.kernel in kernels:
-                config = config_of(entry.config, entry.problem, gpu)
-                if config is None:
-                    add_fault(f"{path}: {entry.problem}: {_settings(entry.config)} is no valid config")
-                elif not is_of_every_process(entry.problem):
-                    unknown[entry.problem.kernel] = f"{entry.problem.kernel}: compiled by the program with its chain"
-                else:
-                    launches.setdefault(_compiled_as(entry.problem, config), (entry.problem, config))
+            problem, config = entry.problem, None
+            if kernels is not None and problem.kernel not in kernels:
+                continue
+            with contextlib.suppress(ValueError):  # for an unknown kernel
+                config = kernel_of(problem.kernel).config_of(entry.config, problem, gpu)
+            if config is None:
+                add_fault(f"{path}: {problem}: {_settings(entry.config)} is no valid config")
+            elif not is_of_every_process(problem):
+                unknown[problem.kernel] = f"{problem.kernel}: compiled by the program with its chain"
+            else:
+                launches.setdefault(_compiled_as(problem, config), (problem, config))
         work.append((path, gpu, list(launches.values())))
-    total = sum(len(of_one) for _, _, of_one in work)
+    progress = _progress(console)
+    progress.add_task("", total=sum(len(of_one) for _, _, of_one in work))
+    (bar,) = progress.tasks
     ending = ""
     try:
-        with _progress(console) as progress:
-            task = progress.add_task("", total=total)
+        with progress:
             for path, gpu, of_one in work:
-                progress.update(task, description=escape(path.name))
+                progress.update(bar.id, description=escape(path.name))
 
                 def add_compiled(launch: Launch, fault: str | None, path: Path = path) -> None:
-                    done.append(launch)
-                    progress.advance(task)
+                    progress.advance(bar.id)
                     if fault:
                         add_fault(f"{path}: {launch[0]}: {_settings(asdict(launch[1]))}: {fault}")
 
                 with Precompiler(gpu, processes) as precompiler:
                     precompiler.compile(of_one, on_compiled=add_compiled)
     except KeyboardInterrupt:
-        ending = f", interrupted with {total - len(done)} left"
-    compiled = f"{_count(len(done), 'kernel variant')} compiled"
+        ending = f", interrupted with {bar.remaining:.0f} left"
+    compiled = f"{_count(int(bar.completed), 'kernel variant')} compiled"
     console.print(f"{_count(len(paths), 'table')}, {compiled}, {_count(len(faults), 'fault')}{ending}")
     for note in (*unknown.values(), *notes):
         console.print(escape(note))

@@ -1,7 +1,8 @@
 """Share tables between machines: read another one's table with care, and merge it into the user's own."""
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import triton
@@ -12,15 +13,6 @@ from autotune_configs.kernels import kernel_of
 from autotune_configs.tables import Entry
 
 
-@dataclass(frozen=True)
-class Merged:
-    """How many entries were new, replaced one of the user's own, or lost to one."""
-
-    added: int
-    replaced: int
-    kept: int
-
-
 def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
     """A table whose entries can all be used on its GPU.
 
@@ -28,7 +20,9 @@ def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
     known, or holds an entry that is not valid.
     """
     gpu, entries = tables.read_strictly(path)
-    known = _known(gpu)
+    known = Gpu.called(gpu.name) if gpu.name in KNOWN else None
+    with contextlib.suppress(OSError, ValueError):  # the user's own table goes first
+        known, _ = tables.read_strictly(tables.user_path(gpu))
     if known and known != gpu:
         raise ValueError(f"it is of {gpu}, but that GPU is known as {known}")
     for entry in entries:
@@ -37,32 +31,11 @@ def read(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
     return gpu, entries
 
 
-def _known(gpu: Gpu) -> Gpu | None:
-    """The GPU of this name as the user's own table has it, or as it is listed."""
-    try:
-        return tables.read_strictly(tables.user_path(gpu))[0]
-    except (OSError, ValueError):
-        return Gpu.called(gpu.name) if gpu.name in KNOWN else None
-
-
-def merge(gpu: Gpu, entries: Iterable[Entry]) -> Merged:
-    """Merge entries into the user's own table of their GPU. Raises OSError as ``tables.change`` does."""
-    counts = dict.fromkeys(("added", "replaced", "kept"), 0)
-
-    def merged(own: tuple[Entry, ...]) -> Iterable[Entry]:
-        best = {entry.problem: entry for entry in own}
-        for entry in entries:
-            old = best.get(entry.problem)
-            if old is None or _rank(entry) < _rank(old):
-                best[entry.problem] = entry
-                counts["added" if old is None else "replaced"] += 1
-            else:
-                counts["kept"] += 1
-        return best.values()
-
-    tables.change(tables.user_path(gpu), gpu, merged)
+def merge(gpu: Gpu, entries: Iterable[Entry]) -> Counter[str]:
+    """Merge entries into the user's own table of their GPU. Returns and raises what ``tables.store`` does."""
+    counts = tables.store(tables.user_path(gpu), gpu, *entries, wins=lambda new, old: _rank(new) < _rank(old))
     lookup.forget()
-    return Merged(**counts)
+    return counts
 
 
 def _rank(entry: Entry) -> tuple[bool, float]:

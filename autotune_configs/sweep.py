@@ -44,6 +44,8 @@ _LONGER = 20.0
 Call = Callable[[], object]
 #: Measures the milliseconds that a call takes.
 Clock = Callable[[Call], float]
+#: Is told the problem and its outcomes so far.
+Progress = Callable[[Problem, list["Outcome"]], object]
 
 
 @dataclass(frozen=True)
@@ -82,40 +84,29 @@ class DeviceLost(Exception):
     """The GPU no longer answers. A config caused an error that only a new process recovers from."""
 
 
-class Journal:
-    """The outcomes of an unfinished sweep, one per line, for the sweep that continues it."""
+def read_journal(path: Path, config_class: type) -> dict[Config, Outcome]:
+    """The outcomes of an unfinished sweep, by config, for the sweep that continues it.
 
-    def __init__(self, path: Path):
-        self._path = path
+    The file has one a line. A line that was cut off while it was written is skipped.
+    """
+    known = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in tables.content(path).decode(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                item = json.loads(line)
+                ratio, reason = item["ratio"], item["reason"]
+                measured = ratio is not None and math.isfinite(ratio)
+                if item["triton"] == triton.__version__ and (measured or isinstance(reason, str)):
+                    config = config_class(**item["config"])
+                    known[config] = Outcome(config, ratio, reason, item["is_wrong"] is True)
+    return known
 
-    def read(self, config_class: type) -> dict[Config, Outcome]:
-        """The outcomes by config. A line that was cut off while it was written is skipped."""
-        known = {}
-        with contextlib.suppress(FileNotFoundError):
-            for line in tables.content(self._path).decode(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                    item = json.loads(line)
-                    ratio, reason = item["ratio"], item["reason"]
-                    measured = ratio is not None and math.isfinite(ratio)
-                    if item["triton"] == triton.__version__ and (measured or isinstance(reason, str)):
-                        config = config_class(**item["config"])
-                        known[config] = Outcome(config, ratio, reason, item["is_wrong"] is True)
-        return known
 
-    def add(self, outcome: Outcome) -> None:
-        item = {"triton": triton.__version__, **asdict(outcome)}
-        with open(self._path, "a") as file:
-            file.write(("\n" if self._ends_within_a_line() else "") + json.dumps(item) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _ends_within_a_line(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return not (self._path.read_bytes() or b"\n").endswith(b"\n")
-        return False
-
-    def end(self) -> None:
-        self._path.unlink(missing_ok=True)
+def add_to_journal(path: Path, outcome: Outcome) -> None:
+    with open(path, "a") as file:  # the line before may have been cut off
+        file.write("\n" + json.dumps({"triton": triton.__version__, **asdict(outcome)}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def time_on_host(call: Call) -> float:
@@ -149,28 +140,26 @@ def time_on_gpu(call: Call) -> float:
 
 
 class Search:
-    """The search for one problem."""
-
     def __init__(
         self,
         problem: Problem,
         device: torch.device,
-        journal: Journal,
+        journal: Path,
         *,
         prepare: Callable[[Call], Call] = capture,
         clock: Clock = time_on_gpu,
         resources=None,
         is_quick: bool = False,
         is_late: Callable[[], bool] = lambda: False,
-        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+        on_progress: Progress = lambda problem, outcomes: None,
     ):
         self.problem, self.device, self.gpu = problem, device, Gpu.of(device)
         self.kernel = kernel_of(problem.kernel)
         self.default = self.kernel.heuristic(problem, self.gpu)
-        self._journal, self._known = journal, journal.read(self.kernel.config_class)
+        self._journal, self._known = journal, read_journal(journal, type(self.default))
         self._prepare, self._clock = prepare, clock
         self._resources = resources if is_of_every_process(problem) else None  # which asks worker processes
-        self._is_quick, self._is_late, self._on_outcome = is_quick, is_late, on_outcome
+        self._is_quick, self._is_late, self._on_progress = is_quick, is_late, on_progress
         self.outcomes: dict[Config, Outcome] = {}
 
     @functools.cached_property
@@ -183,6 +172,7 @@ class Search:
         return self._prepare(lambda: self.workload.launch(self.default))
 
     def run(self) -> Result:
+        self._on_progress(self.problem, [])
         starts = [self.default] if self._is_quick else self.kernel.first_candidates(self.problem, self.gpu)
         wave = list(dict.fromkeys([*starts, *lookup.known_configs(self.problem, self.gpu)]))
         best = None
@@ -199,8 +189,8 @@ class Search:
         return Result(self.problem, self._entry(), list(self.outcomes.values()), is_whole)
 
     def _by_time(self) -> list[Config]:
-        timed = [(each.ratio, each.config) for each in self.outcomes.values() if each.ratio is not None]
-        return [config for _, config in sorted(timed, key=lambda ratio_and_config: ratio_and_config[0])]
+        ratios = {each.config: each.ratio for each in self.outcomes.values() if each.ratio is not None}
+        return sorted(ratios, key=ratios.__getitem__)
 
     def _try_all(self, configs: list[Config]) -> None:
         unknown = [config for config in configs if config not in self._known]
@@ -212,20 +202,18 @@ class Search:
             if outcome is None:
                 reason = refused.get(config)
                 outcome = Outcome(config, reason=reason) if reason else self._measure(config)
-                self._journal.add(outcome)
+                add_to_journal(self._journal, outcome)
                 if outcome.ratio is None and not reason:
                     self._check_device(outcome)
             self.outcomes[config] = outcome
-            self._on_outcome(outcome)
+            self._on_progress(self.problem, list(self.outcomes.values()))
 
     def _measure(self, config: Config) -> Outcome:
         try:
             fault = self.workload.fault(config)
             if fault:
                 return Outcome(config, reason=fault, is_wrong=True)
-            if config == self.default:
-                return Outcome(config, ratio=1.0)
-            return Outcome(config, ratio=self._ratio(config, _ROUNDS)[0])
+            return Outcome(config, ratio=1.0 if config == self.default else self._ratio(config, _ROUNDS)[0])
         except torch.OutOfMemoryError:
             raise  # the problem is too large, whatever the config
         except Exception as error:  # a compiler or a driver may refuse a config in any way
@@ -275,30 +263,25 @@ class Search:
         """Whether it also compiles and fits in the launches that save values for the backward pass."""
         if self._resources is not None:
             return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
-        try:
+        with contextlib.suppress(Exception):  # a compiler or a driver may refuse a config in any way
             self.workload.launch_variants(config)
-        except Exception:  # a compiler or a driver may refuse a config in any way
-            return False
-        return True
+            return True
+        return False
 
 
-def _search(problem, device, journal, **options) -> Result:
+def _search(problem, *arguments, **options) -> Result:
     """The search's result, in inference mode too. A problem too large for the memory is skipped."""
-    try:
-        with torch.inference_mode(False):
-            return Search(problem, device, journal, **options).run()
-    except torch.OutOfMemoryError:
-        pass  # the search, and its memory, are freed with the error
-    torch.cuda.empty_cache()
+    with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode(False):
+        return Search(problem, *arguments, **options).run()
+    torch.cuda.empty_cache()  # the search, and its memory, are freed with the error
     return Result(problem, skipped="too little memory is free", failed=True)
 
 
 def _stored(problem: Problem, gpu: Gpu) -> Entry | None:
     """The user's entry for just this problem, as the table is now. Raises OSError if the table cannot be read."""
     with contextlib.suppress(ValueError):  # a file that is no table is kept beside the new one
-        for entry in tables.entries_of(tables.user_path(gpu), gpu):
-            if entry.problem == problem:
-                return entry
+        entries = tables.entries_of(tables.user_path(gpu), gpu)
+        return next((entry for entry in entries if entry.problem == problem), None)
     return None
 
 
@@ -313,8 +296,7 @@ def sweep_and_store(
     budget: float | None = None,
     again: bool = False,
     is_quick: bool = False,
-    on_problem: Callable[[Problem], None] = lambda problem: None,
-    on_result: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Result], object] = lambda result: None,
     **options,
 ) -> list[Result]:
     """Sweep problem after problem, and store each entry in the user's table as soon as it is known.
@@ -342,17 +324,15 @@ def sweep_and_store(
                 elif time.monotonic() >= end:
                     result = Result(problem, is_whole=False, skipped="no time left")
                 else:
-                    on_problem(problem)
-                    journal = Journal(path)
                     result = _search(
-                        problem, device, journal, is_quick=is_quick, is_late=lambda: time.monotonic() >= end, **options
+                        problem, device, path, is_quick=is_quick, is_late=lambda: time.monotonic() >= end, **options
                     )
                     entry = result.entry
                     if entry and (result.is_whole or known is None or entry.ratio <= known.ratio):
                         tables.store(tables.user_path(gpu), gpu, entry)
                         lookup.forget()  # the problems that follow find this entry
                     if result.is_whole or (was_whole and is_quick):
-                        journal.end()
+                        path.unlink(missing_ok=True)
         except OSError as error:
             result.is_whole, result.skipped, result.error = False, f"not stored: {error}", error
         results.append(result)

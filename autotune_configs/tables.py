@@ -6,12 +6,12 @@ Functions that write tables raise OSError instead. They leave a file that they c
 
 import contextlib
 import errno
-import functools
 import itertools
 import json
 import os
 import stat
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +80,6 @@ _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
 
 
 def shipped_folder() -> Path:
-    """Where the tables are that the package ships."""
     return Path(__file__).parent / "tables"
 
 
@@ -88,8 +87,8 @@ def shipped_path(gpu: Gpu) -> Path:
     return shipped_folder() / f"{gpu.file_name}.json"
 
 
-def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
-    """The shipped tables to look in, each with its GPU: the GPU's own or, without one, those of similar GPUs.
+def _shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
+    """The GPU's own shipped table or, without one, those of similar GPUs.
 
     Similar GPUs have the same architecture, so that their memory and tensor cores are alike. They have more than half
     and less than twice the multiprocessors: at half the number other tiles are best. The most similar one comes first.
@@ -100,8 +99,7 @@ def shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
     for path in sorted(shipped_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # the GPU that a damaged table is for gets the warning
             other, _ = read_strictly(path)
-            few, many = sorted((gpu.multiprocessors, other.multiprocessors))
-            if other.architecture == gpu.architecture and 2 * few > many:
+            if other.architecture == gpu.architecture and 0.5 < other.multiprocessors / gpu.multiprocessors < 2:
                 found.append((path, other))
     return sorted(found, key=lambda pair: abs(pair[1].multiprocessors - gpu.multiprocessors))
 
@@ -112,7 +110,7 @@ def searched(gpu: Gpu) -> list[tuple[Path, Gpu]]:
     with skipping():
         found.append((user_path(gpu), gpu))
     with skipping():
-        found += shipped_for(gpu)
+        found += _shipped_for(gpu)
     return found
 
 
@@ -132,9 +130,11 @@ def user_folder() -> Path:
 def _cache_folder() -> str:
     try:
         from platformdirs import user_cache_dir  # not to be loaded by ``import ops``
+
+        cache = user_cache_dir("normfuse")
     except ImportError:  # a machine without a network may lack it: this is its rule for Linux
-        return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "normfuse", "tables")
-    return os.path.join(user_cache_dir("normfuse"), "tables")
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "normfuse")
+    return os.path.join(cache, "tables")
 
 
 def user_path(gpu: Gpu) -> Path:
@@ -152,7 +152,7 @@ def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
         gpu = Gpu(**table["gpu"])
         name, *numbers = asdict(gpu).values()
         is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable()
-        if not (is_name and all(map(_is_size, numbers))):
+        if not is_name or not all(map(_is_size, numbers)):
             raise ValueError(f"{str(table['gpu'])[:_LONGEST_NAME]!r} is no GPU")
         return gpu, tuple(map(Entry.from_json, table["entries"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -194,7 +194,6 @@ def entries_of(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
     return entries
 
 
-@functools.cache
 def read(path: Path, gpu: Gpu) -> tuple[Entry, ...]:
     """A table's entries; none if there is no file. One that cannot be read or used is skipped with one warning."""
     with skipping(path):
@@ -219,35 +218,41 @@ def warn_once(place: object, message: str) -> None:
         warnings.warn(message[:_LONGEST_WARNING], RuntimeWarning, stacklevel=2)
 
 
-def store(path: Path, gpu: Gpu, entry: Entry) -> None:
-    """Put an entry into a table, in place of one for the same problem. Raises OSError as ``change`` does."""
-    change(path, gpu, lambda entries: [*(each for each in entries if each.problem != entry.problem), entry])
+def store(
+    path: Path, gpu: Gpu, *entries: Entry, wins: Callable[[Entry, Entry], bool] = lambda new, old: True
+) -> Counter[str]:
+    """Put entries into a table, in one step; one for a problem that the table has, if it ``wins`` over that entry.
 
-
-def change(path: Path, gpu: Gpu, new_entries: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
-    """Replace a table's entries by ``new_entries`` of them, in one step.
-
-    Other processes read the table from before or the one from after, and wait while they write. Raises OSError if the
-    table cannot be read or written; it is then as before. A file that is no table, or another GPU's, is kept beside the
-    new one, with a warning. A link stays a link: the file behind it is written.
+    Returns how many were "added", "replaced" one, or lost to one, which is "kept". Other processes read the table from
+    before or the one from after, and wait while they write. Raises OSError if the table cannot be read or written; it
+    is then as before. A file that is no table, or another GPU's, is kept beside the new one, with a warning. A link
+    stays a link: the file behind it is written.
     """
     _refuse_link_to_nothing(path)
     file = Path(os.path.realpath(path))
-    kept = ""
+    kept, stored = "", {}
+    counts: Counter[str] = Counter()
     with locked(file):
         try:
-            entries = entries_of(file, gpu)
+            stored = {entry.problem: entry for entry in entries_of(file, gpu)}
         except ValueError as error:
-            entries, damaged = (), _unused_name(file)
+            damaged = _unused_name(file)
             kept = f"{path} is kept as {damaged}: {error}"
             os.rename(file, damaged)
-        text = render(gpu, new_entries(entries)).encode()
+        for entry in entries:
+            old = stored.get(entry.problem)
+            if old is None or wins(entry, old):
+                stored[entry.problem] = entry
+                counts["added" if old is None else "replaced"] += 1
+            else:
+                counts["kept"] += 1
+        text = render(gpu, stored.values()).encode()
         if len(text) > _LARGEST_TABLE:
             raise OSError(errno.EFBIG, "larger than any table would be", str(path))
         replace_file(file, text)
-        read.cache_clear()
     if kept:  # last: where warnings are errors, nothing is lost
         warn_once(path, kept)
+    return counts
 
 
 def _unused_name(path: Path) -> Path:

@@ -49,22 +49,22 @@ def tune_unseen_problems(enabled: bool = True) -> Iterator[None]:
         _is_on = before
 
 
-def tune_unseen(problem: Problem, device: torch.device) -> bool:
-    """Sweep the problem if no table has it and it can be swept. Returns whether a table has changed.
+def tune_unseen(problem: Problem, device: torch.device) -> None:
+    """Sweep the problem if no table has it and it can be swept. The next lookup finds its entry.
 
     An error becomes a warning: the call that met the problem must not fail. If a table cannot be read or written, this
     process tunes nothing more, because the next sweep would be in vain, too.
     """
     global _is_possible
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or min(problem.sizes) < 1:
-        return False
+        return
     with _lock:
         if (problem, device) in _tried:
-            return False
+            return
         _tried.add((problem, device))
         _thread.sweeps = True
         try:
-            return _sweep(problem, device)
+            _sweep(problem, device)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             message = f"{problem} is not tuned: {type(error).__name__}: {reason}"
@@ -73,19 +73,18 @@ def tune_unseen(problem: Problem, device: torch.device) -> bool:
                 tables.warn_once(error.filename, f"{message}. This process tunes nothing more.")
             else:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return False
         finally:
             _thread.sweeps = False
 
 
-def _sweep(problem: Problem, device: torch.device) -> bool:
+def _sweep(problem: Problem, device: torch.device) -> None:
     from autotune_configs import sweep  # with the workloads: not to be loaded by ``import ops``
 
     gpu = Gpu.of(device)
     found = lookup.find(problem, gpu)
     # An entry of another GPU's table is only where the sweep starts.
     if found.entry is not None and found.entry.problem == problem and found.is_of(gpu):
-        return False
+        return
     # A call that meets the problem may be making a plan, which notes launches. These are to run.
     with noted_in(None), standing_for(None), torch.cuda.device(device):
         (result,) = sweep.sweep_and_store([problem], device, budget=_BUDGET)
@@ -93,4 +92,4 @@ def _sweep(problem: Problem, device: torch.device) -> bool:
         raise result.error
     if result.failed:
         raise RuntimeError(result.skipped)
-    return True
+    lookup.forget()  # another process may have stored the entry meanwhile

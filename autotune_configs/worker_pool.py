@@ -7,13 +7,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
 
 
-class WorkerPool:
-    """A pool of processes; a context manager that ends them, whatever they are doing.
+class WorkerPool(ProcessPoolExecutor):
+    """A pool of processes; leaving its context ends them, whatever they are doing.
 
     A worker that dies breaks the pool: ``submit`` and the futures then raise BrokenProcessPool.
     """
@@ -23,24 +22,18 @@ class WorkerPool:
         context = multiprocessing.get_context("spawn")
         # The system closes an owner's end of a pipe however the owner ends.
         self._reader, self._writer = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(
-            processes, mp_context=context, initializer=_end_with_owner, initargs=(self._reader,)
-        )
-
-    def __enter__(self):
-        return self
+        super().__init__(processes, mp_context=context, initializer=_end_with_owner, initargs=(self._reader,))
 
     def __exit__(self, *exception):
         self._writer.close()
-        self._executor.shutdown(cancel_futures=True)
+        self.shutdown(cancel_futures=True)
         self._reader.close()
 
-    def submit(self, function: Callable, *arguments) -> Future:
-        """Call a function in a worker."""
+    def submit(self, function, /, *arguments, **options) -> Future:
         # A terminal sends Ctrl-C to workers, too. They start here and inherit the mask, so only the owner answers it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self._executor.submit(function, *arguments)
+            return super().submit(function, *arguments, **options)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -3,9 +3,10 @@
 On the "meta" device the tensors have no memory. A launch there can be compiled without a GPU.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from triton_kernels.chain import Chain, chain_of
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
-from triton_kernels.image_tiles import CHANNELS_LAST, ImageNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import MUL, Pointwise
 
 _EPS = 1e-5
-_BOUNDS = (-1.0, 1.0)
 #: How many samples of images are compared with float64. The others must have been written.
 _CHECKED_SAMPLES = 2
 
@@ -35,16 +35,20 @@ _OUTLIER = 64
 
 
 class Workload(ABC):
-    """Random tensors for a problem. ``written`` is what a launch writes, filled with NaN before each checked one."""
+    """Random tensors for a problem.
+
+    ``written`` is what a launch writes, filled with NaN before each checked one. Its results are as precise as
+    ``precision``, or as their own dtypes.
+    """
 
     written: tuple[torch.Tensor, ...] = ()
+    precision: torch.dtype | None = None
 
     def __init__(self, problem: Problem, device: torch.device):
         self.problem = problem
         self.device = device
         self.dtype = getattr(torch, problem.dtype)
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
-        self._expected: tuple[torch.Tensor, ...] | None = None
 
     @abstractmethod
     def launch(self, config: Config) -> None:
@@ -59,7 +63,6 @@ class Workload(ABC):
         """The expected results, by PyTorch in float64; of images only the first samples."""
 
     def poison(self, config: Config) -> None:
-        """Fill what a launch with this config writes with NaN."""
         for each in self.written:
             each.fill_(math.nan)
 
@@ -69,9 +72,6 @@ class Workload(ABC):
 
     def fault(self, config: Config) -> str | None:
         """What is wrong with the results of a launch, in a few words, or None."""
-        if self._expected is None:
-            with torch.enable_grad():
-                self._expected = self.expected()
         self.poison(config)
         self.launch(config)
         for result, expected in zip(self.results(config), self._expected, strict=True):
@@ -79,7 +79,7 @@ class Workload(ABC):
                 return "not everything is written"
             error = result[: len(expected)].double() - expected
             mean_square = expected.square().mean().sqrt()
-            tolerance = _TOLERANCES[self.tolerated(result)]
+            tolerance = _TOLERANCES[self.precision or result.dtype]
             relative = (error.square().mean().sqrt() / mean_square).item()
             if not relative <= tolerance:
                 return f"wrong by {relative:.1e}"
@@ -87,21 +87,21 @@ class Workload(ABC):
                 return f"one element wrong by {error.abs().max().item():.1e}"
         return None
 
-    def tolerated(self, result: torch.Tensor) -> torch.dtype:
-        """The dtype whose precision a result must have."""
-        return result.dtype
+    @functools.cached_property
+    def _expected(self) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            return self.expected()
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normally distributed random numbers."""
-        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype or self.dtype)
+    def normal(self, *shape: int, layout: str = CONTIGUOUS) -> torch.Tensor:
+        return self.empty(*shape, layout=layout).normal_(generator=self._generator)
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def images(self, layout: str, *shape: int) -> torch.Tensor:
-        """Images [samples, channels, height, width], not initialised."""
-        format = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
-        return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=format)
+    def empty(self, *shape: int, layout: str = CONTIGUOUS, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Not initialised; [samples, channels, ...] where the layout is channels_last."""
+        options: dict[str, Any] = {"dtype": dtype or self.dtype, "device": self.device}
+        if layout == CHANNELS_LAST:
+            samples, channels, *pixels = shape
+            return torch.empty(samples, *pixels, channels, **options).movedim(-1, 1)
+        return torch.empty(shape, **options)
 
 
 class ChainWorkload(Workload):
@@ -110,52 +110,40 @@ class ChainWorkload(Workload):
     def __init__(self, problem: Problem, device: torch.device, chain: Chain, M: int, N: int):
         super().__init__(problem, device)
         self.chain, self.M, self.N, self.group_size = chain.of_dtype(self.dtype), M, N, problem.sizes[-1]
-        named = next((each for each in CHAINS.values() if each.chain.kernel == chain.kernel), None)
-        numbers = iter(named.numbers if named else ())
+        numbers = iter(next((each.numbers for each in CHAINS.values() if each.chain.kernel == chain.kernel), ()))
         self.operands = tuple(self._operand(step, numbers) for step in chain.steps)
 
     def _operand(self, step: Pointwise, numbers: Iterator[tuple[float, ...]]) -> Any:
         if step.operand == "numbers":
-            return next(numbers, _BOUNDS)
+            return next(numbers, (-1.0, 1.0))
         shapes = {"vector": (self.N,), "tensor": (self.M, self.N)}
         around = float(step.name == MUL.name)  # so that a product is no smaller than what it is made of
         return around + 0.5 * self.normal(*shapes[step.operand]) if step.has_tensor else None
 
-    def holds_biases(self) -> None:
-        """The contraction's result has its biases: they are no operands any more."""
-        biases = len(self.chain.biases)
-        self.operands = (*[None] * biases, *self.operands[biases:])
-
-    def plain(self, z: torch.Tensor, operands: Sequence[Any] | None = None) -> torch.Tensor:
-        """The chain of z in float64, by PyTorch."""
-        operands = doubled(self.operands if operands is None else operands)
-        return reference.plain(self.chain, z.double(), operands, self.N // self.group_size, _EPS)
+    def plain(self, z: torch.Tensor, *last: torch.Tensor) -> torch.Tensor:
+        """The chain of z in float64, by PyTorch. ``last`` take the places of the last operands."""
+        operands = (*self.operands[: len(self.operands) - len(last)], *last)
+        doubled = [each.double() if isinstance(each, torch.Tensor) else each for each in (z, *operands)]
+        return reference.plain(self.chain, doubled[0], doubled[1:], self.N // self.group_size, _EPS)
 
     def plain_gradients(self, z: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Those of z, of a bias that z holds, and of the norm's weight and bias, which are the last operands."""
-        leaves = [each.requires_grad_() for each in doubled((z, *self.operands[-2:]))]
-        output = self.plain(leaves[0], (*self.operands[:-2], *leaves[1:]))
-        of_z, *of_norm = torch.autograd.grad(output, leaves, gradient.double())
+        leaves = [each.double().requires_grad_() for each in (z, *self.operands[-2:])]
+        of_z, *of_norm = torch.autograd.grad(self.plain(*leaves), leaves, gradient.double())
         return of_z, of_z.transpose(0, 1).flatten(1).sum(1), *of_norm
-
-
-def doubled(values: Iterable[Any]) -> list[Any]:
-    """The values, tensors in float64."""
-    return [each.double() if isinstance(each, torch.Tensor) else each for each in values]
 
 
 class Linear(ChainWorkload):
     """A chain that begins with input [M, K] @ weight [N, K].T."""
 
     def __init__(self, problem, device, chain):
-        M, N, self.K, _ = problem.sizes
+        M, N, K, _ = problem.sizes
         super().__init__(problem, device, chain, M, N)
-        self.input = self.normal(M, self.K)
-        self.weight = (self.normal(N, self.K, dtype=torch.float32) / math.sqrt(self.K)).to(self.dtype)
+        self.input = self.normal(M, K)
+        self.weight = self.normal(N, K) / math.sqrt(K)
         self.written = (self.empty(M, N),)
 
     def stored(self, config: Config, saves: bool = False) -> tuple[Any, Any]:
-        """What a launch writes: its output, and what it saves for the backward pass, or None."""
         return self.written[0], self.empty(self.M, self.N) if saves else None
 
     def launch(self, config, saves=False):
@@ -204,70 +192,62 @@ class RowMinimum(Linear):
         return (minimum.T,)
 
 
-class GroupNorm(ChainWorkload):
-    """The pass after a product that added the biases: hardtanh → mish → group norm, the most expensive activation."""
+class Norm(ChainWorkload):
+    """A pass of a group norm over the result of a contraction that added the biases: over rows [M, N] or images.
+
+    Of rows, the chain is hardtanh → mish → group norm, the most expensive activation. Of images [M, N, pixels], it is
+    GELU → group norm.
+    """
 
     def __init__(self, problem, device):
-        M, N, group_size = problem.sizes
-        super().__init__(problem, device, chains.LINEAR_HARDTANH_MISH_GROUP_NORM, M, N)
-        self.holds_biases()
-        self.input, self.output = self.normal(M, N), self.empty(M, N)
+        M, N, *pixels, group_size = problem.sizes
+        declared = chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM if pixels else chains.LINEAR_HARDTANH_MISH_GROUP_NORM
+        super().__init__(problem, device, declared, M, N)
+        biases = len(self.chain.biases)
+        self.operands = (*[None] * biases, *self.operands[biases:])
+        self.groups = N // group_size
+        self.shape = (M, N, *pixels)
+        layouts = (problem.layout or CONTIGUOUS).split(" to ")
+        self.input = self.normal(*self.shape, layout=layouts[0])
+        self.output = self.empty(*self.shape, layout=layouts[-1])
         self.written = (self.output,)
-        self.arguments = (self.input, N // group_size, self.chain, self.operands, _EPS)
-
-    def launch(self, config):
-        group_norm.group_norm(*self.arguments, config, output=self.output)
+        self.precision = self.dtype if pixels else None  # GELU is no more precise
 
     def expected(self):
         return (self.plain(self.input),)
 
 
-class GroupNormBackward(GroupNorm):
+class GroupNorm(Norm):
+    def launch(self, config):
+        arguments = self.groups, self.chain, self.operands, _EPS, config
+        group_norm.group_norm(self.input, *arguments, output=self.output)
+
+
+class GroupNormBackward(Norm):
     """The gradients of ``GroupNorm``: of the input, and the sums over the rows."""
 
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.gradient = self.normal(self.M, self.N)
+        self.gradient = self.normal(*self.shape)
         self.sums = [self.empty(self.N, dtype=torch.float32) for _ in range(3)]
         self.written = (self.output, *self.sums)
 
     def launch(self, config):
         bias, *of_norm = self.sums
         gradients = (bias, *[None] * (len(self.operands) - 3), *of_norm)
+        arguments = self.groups, self.chain, self.operands, _EPS, config
         group_norm.group_norm_backward(
-            self.gradient, *self.arguments, config, input_gradient=self.output, gradients=gradients
+            self.gradient, self.input, *arguments, input_gradient=self.output, gradients=gradients
         )
 
     def expected(self):
         return self.plain_gradients(self.input, self.gradient)
 
 
-class ImageWorkload(ChainWorkload):
-    """The passes over images [B, C, S] after a convolution that added its bias: GELU and group norm."""
-
-    def __init__(self, problem, device):
-        samples, channels, self.S, _ = problem.sizes
-        super().__init__(problem, device, chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM, samples, channels)
-        self.holds_biases()
-        self.groups = channels // self.group_size
-        layouts = problem.layout.split(" to ")
-        self.input = self.image(layouts[0]).normal_(generator=self._generator)
-        self.output = self.image(layouts[-1])
-
-    def image(self, layout: str) -> torch.Tensor:
-        return self.images(layout, self.M, self.N, 1, self.S).flatten(2)
-
-    def statistics(self, config=None):
-        config = config or ImageNormConfig.fit(self.input)
-        return image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
-
-    def tolerated(self, result):
-        return self.dtype  # its GELU is no more precise
-
-
-class ImageStatistics(ImageWorkload):
+class ImageStatistics(Norm):
     def launch(self, config):
-        self.written = tuple(each.view(-1, self.groups) for each in self.statistics(config))
+        statistics = image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
+        self.written = tuple(each.view(-1, self.groups) for each in statistics)
 
     def expected(self):
         return statistics_of(self.input[:_CHECKED_SAMPLES], self.groups)
@@ -279,11 +259,12 @@ def statistics_of(values: torch.Tensor, groups: int) -> tuple[torch.Tensor, torc
     return mean, (variance + _EPS).rsqrt()
 
 
-class ImageGroupNorm(ImageWorkload):
+class ImageGroupNorm(Norm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.written = (self.output,)
-        self.arguments = (self.input, self.statistics(), self.chain, self.operands)
+        config = ImageNormConfig.fit(self.input)
+        statistics = image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
+        self.arguments = (self.input, statistics, self.chain, self.operands)
 
     def launch(self, config):
         image_group_norm.image_group_norm(*self.arguments, config, output=self.output)
@@ -295,10 +276,10 @@ class ImageGroupNorm(ImageWorkload):
 class ImageGroupNormBackward(ImageGroupNorm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        self.gradient = self.image(problem.layout).normal_(generator=self._generator)
+        self.gradient = self.normal(*self.shape, layout=problem.layout)
 
     def launch(self, config):
-        self.sums = self.empty(3, self.M, config.strips(self.S), self.N, dtype=torch.float32)
+        self.sums = self.empty(3, self.M, config.strips(self.shape[2]), self.N, dtype=torch.float32)
         bias, *of_norm = self.sums
         image_group_norm.image_group_norm_backward(
             self.gradient, *self.arguments, config, input_gradient=self.output, sums=(bias, None, *of_norm)
@@ -308,11 +289,8 @@ class ImageGroupNormBackward(ImageGroupNorm):
         return self.output, *self.sums.sum(2)
 
     def expected(self):  # sample by sample, as only some are checked
-        samples = [
-            self.plain_gradients(self.input[place : place + 1], self.gradient[place : place + 1])
-            for place in range(min(self.M, _CHECKED_SAMPLES))
-        ]
-        of_input, *sums = zip(*samples, strict=True)
+        checked = (each[:_CHECKED_SAMPLES].split(1) for each in (self.input, self.gradient))
+        of_input, *sums = zip(*map(self.plain_gradients, *checked), strict=True)
         return torch.cat(of_input), *map(torch.stack, sums)
 
 
@@ -324,15 +302,13 @@ class Convolution(Workload):
         self.B, self.C, self.O, height, width, *self.taps = problem.sizes
         layouts = problem.layout.split(" to ")
         in_size = (height + self.taps[0] - 1, width + self.taps[1] - 1)
-        self.input = self.images(layouts[0], self.B, self.C, *in_size).normal_(generator=self._generator)
-        self.output = self.images(layouts[-1], self.B, self.O, height, width)
+        self.input = self.normal(self.B, self.C, *in_size, layout=layouts[0])
+        self.output = self.empty(self.B, self.O, height, width, layout=layouts[-1])
         self.written = (self.output,)
         depth = math.sqrt(self.C * math.prod(self.taps))
         self.weight = self.normal(*self.taps, self.O, self.C) / depth
         self.bias = self.normal(self.O)
-
-    def tolerated(self, result):
-        return self.dtype
+        self.precision = self.dtype
 
     def launch(self, config):
         self.partials = PartialStatistics.empty(self.B, config.tiles(self.output[0, 0].numel()), self.O, self.device)

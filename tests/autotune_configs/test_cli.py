@@ -238,7 +238,7 @@ def test_a_killed_sweep_goes_on(folder, tmp_path):
     journals = folder / "sweeps" / "cpu"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        lines = [line for file in journals.glob("*.jsonl") for line in file.read_text().splitlines()]
+        lines = [line for file in journals.glob("*.jsonl") for line in file.read_text().splitlines() if line]
         if len(lines) >= 3:
             break
         time.sleep(0.01)

@@ -66,10 +66,8 @@ def test_export_without_a_table(folder, tmp_path, capsys):
 
 def test_export_to_what_cannot_be_written(folder, tmp_path, capsys):
     tables.store(tables.user_path(CPU_TABLE), CPU_TABLE, entry())
-    assert program.main(["sweep", "export", str(tmp_path)]) == 2
-    assert (
-        capsys.readouterr().err == f"python -m autotune_configs sweep export: cannot write {tmp_path}: Is a directory\n"
-    )
+    line = refused("sweep", "export", str(tmp_path), capsys=capsys)
+    assert line == f"python -m autotune_configs sweep export: cannot write {tmp_path}: Is a directory"
 
 
 REFUSED = {

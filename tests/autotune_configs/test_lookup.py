@@ -26,7 +26,6 @@ def table(folder, monkeypatch):
     monkeypatch.setattr(
         tables, "read", lambda path, gpu: tuple(shipped) if path == tables.shipped_path(GPU) else read(path, gpu)
     )
-    tables.read.cache_clear = read.cache_clear
     return shipped
 
 

@@ -26,7 +26,6 @@ def arguments():
 
 def stored():
     gpu = Gpu.of(torch.device("cuda", torch.cuda.current_device()))
-    tables.read.cache_clear()
     return {(entry.problem.kernel, entry.problem.sizes) for entry in tables.read(tables.user_path(gpu), gpu)}
 
 

@@ -1,16 +1,17 @@
 """Merging tables: which of two entries for one problem wins, and what is counted."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import triton
 
 from autotune_configs import lookup, sharing, tables
-from autotune_configs.sharing import Merged, merge
+from autotune_configs.sharing import merge
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry
 
 INSTALLED = triton.__version__
-KEPT, REPLACED = Merged(0, 0, 1), Merged(0, 1, 0)
+KEPT, REPLACED = Counter(kept=1), Counter(replaced=1)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_the_better_of_two(folder, own, other, merged):
 
 def test_two_of_one_problem_in_a_file(folder):
     best = replace(entry(SECOND), ratio=0.5)
-    assert merge(GPU, [entry(FIRST), best, entry(SECOND)]) == Merged(1, 1, 1)
+    assert merge(GPU, [entry(FIRST), best, entry(SECOND)]) == Counter(added=1, replaced=1, kept=1)
     assert tables.read(tables.user_path(GPU), GPU) == (best,)
 
 
@@ -53,7 +54,7 @@ def test_merged_entries_are_found_at_once(folder):
 def test_all_shipped_tables_can_be_merged(folder):
     for path in tables.shipped_folder().glob("*.json"):
         gpu, entries = sharing.read(path)
-        assert merge(gpu, entries) == Merged(len(entries), 0, 0)
+        assert merge(gpu, entries) == Counter(added=len(entries))
         assert tables.user_path(gpu).read_text() == path.read_text()
 
 

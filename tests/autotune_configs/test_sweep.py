@@ -82,7 +82,6 @@ def run(bench, problems=(PROBLEM,), **options):
 
 
 def stored():
-    tables.read.cache_clear()
     return {entry.problem: entry for entry in tables.read(tables.user_path(GPU), GPU)}
 
 

@@ -219,7 +219,6 @@ def test_a_read_error_moves_and_loses_nothing(folder, monkeypatch, number):
             tables.store(path, GPU, entry(SECOND, m=2048))
         with pytest.warns(RuntimeWarning, match=f"{path} is skipped: {os.strerror(number)}"):
             assert tables.read(path, GPU) == ()
-    tables.read.cache_clear()
     assert tables.read(path, GPU) == (entry(),)
     assert not list(folder.glob("*.damaged*"))
 
@@ -381,7 +380,6 @@ def test_an_interruption_leaves_the_old_table(folder, monkeypatch):
     monkeypatch.setattr(tables.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         tables.store(path, GPU, entry(SECOND))
-    tables.read.cache_clear()
     assert tables.read(path, GPU) == (entry(),)
     assert not list(folder.glob("*.partial"))
 

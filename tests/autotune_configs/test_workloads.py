@@ -60,7 +60,7 @@ def test_what_is_tolerated(dtype, tolerance):
     workload = workload_of(Problem("group_norm", dtype, (4, 32, 8)), CPU)
     (expected,) = workload.expected()
     workload.launch = lambda config: None
-    workload.tolerated = lambda result: getattr(torch, dtype)
+    workload.precision = getattr(torch, dtype)
     for share, is_right in ((0.9, True), (1.1, False)):
         workload.results = lambda config, share=share: (expected * (1 + share * tolerance),)
         assert (workload.fault(heuristic(workload.problem)) is None) == is_right
