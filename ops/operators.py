@@ -234,31 +234,25 @@ def _refusal(name: str, what: str) -> str:
 class Prepared:
     """A call for tensors that lie in memory in one way: its plan, and those of its backward pass.
 
-    Without a plan, PyTorch's dispatcher leads to one.
+    Without a plan, it is the backward pass of the operator ``forward``.
     """
 
     def __init__(self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None):
         self.call = call
+        self.plan = plan
         self.training = any(wanted)
-        self.count = len(tensors)
         self.places = [place for place, each in enumerate(tensors) if each is not None]
         self.read = [place for place in plans.places_read(call, tensors, wanted) if tensors[place] is not None]
-        self._specs = specs_of(call, tensors, wanted)
-        self._plan = plan
+        self.specs = specs_of(call, tensors, wanted)
         self._backwards = plans.Kept()
 
     def run(self, tensors: Sequence[Any]) -> Tensor:
         """The call's result."""
-        if self.training or self._plan is None:
-            return Function.apply(self, *tensors)
-        return self._plan.run([tensors[place] for place in self.places])[0]
+        return Function.apply(self, *tensors) if self.training else self.forward(tensors)[0]
 
     def forward(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The result and what the backward pass needs."""
-        given = [tensors[place] for place in self.places]
-        if self._plan is not None:
-            return self._plan.run(given)
-        return torch.ops.normfuse.forward.default(self.call.text, given, self.training)
+        return self.plan.run([tensors[place] for place in self.places])  # type: ignore[union-attr]
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
@@ -277,10 +271,10 @@ class Prepared:
         return [next(rest) if each else None for each in needed]
 
     def _needed(self, needed: Sequence[bool]) -> list[Spec]:
-        return [spec if each else None for spec, each in zip(self._specs, needed, strict=True)]
+        return [spec if each else None for spec, each in zip(self.specs, needed, strict=True)]
 
     def _make_backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: Sequence[bool]) -> Any:
-        spread: list[Tensor | None] = [None] * len(self._specs)
+        spread: list[Tensor | None] = [None] * len(self.specs)
         for place, each in zip(self.read, saved, strict=False):
             spread[place] = each
         return plans.make_backward(self.call, gradient, saved[len(self.read) :], spread, self._needed(needed))
@@ -296,7 +290,7 @@ def _refuse_second_derivative(name: str) -> None:
 
 
 class Function(torch.autograd.Function):
-    """A prepared call with gradients. There is a first derivative in reverse mode alone."""
+    """A prepared call with gradients, as eager PyTorch alone meets it. There is a first derivative alone."""
 
     @staticmethod
     def forward(ctx, prepared: Prepared, *tensors):
@@ -313,10 +307,6 @@ class Function(torch.autograd.Function):
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
         with precision.without_autocast(gradient.device):
             return None, *prepared.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[1:])
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise RuntimeError(_refusal(ctx.prepared.call.name, _FORWARD_MODE))
 
 
 def _setup_context(ctx, inputs, output):
@@ -338,12 +328,11 @@ def _backward_formula(ctx, gradients):
             "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
         )
     _refuse_second_derivative(ctx.name)
-    given = iter(ctx.needs_input_grad[1])
-    places = ctx.prepared.places
-    needed = [place in places and next(given) for place in range(ctx.prepared.count)]
+    needed = dict(zip(ctx.prepared.places, ctx.needs_input_grad[1], strict=True))
+    in_a_row = tuple(needed.get(place, False) for place in range(len(ctx.prepared.specs)))
     with precision.without_autocast(gradients[0].device):
-        found = ctx.prepared.backward(gradients[0], ctx.saved_tensors, tuple(needed))
-    return None, [found[place] for place in places], None
+        found = ctx.prepared.backward(gradients[0], ctx.saved_tensors, in_a_row)
+    return None, [found[place] for place in ctx.prepared.places], None
 
 
 # For graphs that have the operator alone, as compiled and exported ones may.
@@ -352,13 +341,11 @@ torch.library.register_autograd("normfuse::forward", _backward_formula, setup_co
 
 def run(call: Call, tensors: Sequence[Any]) -> Tensor:
     """The result of a call that something of PyTorch's may see."""
-    needs = torch.is_grad_enabled()
-    wanted = [needs and each is not None and each.requires_grad for each in tensors]
-    # A compiler traces the operator. (Nor would it take a Function two of whose inputs are one tensor.)
-    if torch.compiler.is_compiling():
-        return torch.ops.normfuse.forward.default(call.text, _given(tensors), any(wanted))[0]
-    # PyTorch's own refusal would ask for a setup_context, with which it looks up forward's signature in every call.
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
-    # By the Function even where no gradient is wanted: it refuses forward mode.
-    return Prepared(call, tensors, wanted).run(tensors)
+    # PyTorch's own refusals would not say what to do instead.
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
+        if any(torch.autograd.forward_ad.unpack_dual(each).tangent is not None for each in _given(tensors)):
+            raise RuntimeError(_refusal(call.name, _FORWARD_MODE))
+    training = torch.is_grad_enabled() and any(each.requires_grad for each in _given(tensors))
+    return torch.ops.normfuse.forward.default(call.text, _given(tensors), training)[0]
