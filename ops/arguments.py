@@ -1,7 +1,8 @@
-"""The tensors of a call, or what stands for them, as the kernels take them."""
+"""A call with its tensors, or with what stands for them, as the kernels take them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ Tensor = torch.Tensor
 class Arguments:
     """What a call gets: ``vectors`` has one entry a step, its vector or tensor, and ``bias`` is the reduction's."""
 
+    call: Call
     input: Any
     weight: Any
     vectors: tuple[Any, ...]
@@ -27,34 +29,29 @@ class Arguments:
         input, weight, *others = values
         rest = iter(others)
         vectors = tuple([next(rest) if step.has_tensor else None for step in call.chain.steps])
-        return cls(input, weight, vectors, next(rest))
+        return cls(call, input, weight, vectors, next(rest))
 
-    def in_a_row(self, call: Call) -> list[Any]:
-        """What ``of`` takes."""
-        vectors = [each for step, each in zip(call.chain.steps, self.vectors, strict=True) if step.has_tensor]
-        return [self.input, self.weight, *vectors, self.bias]
-
-    def operands(self, call: Call, *, with_biases: bool = True) -> tuple[Any, ...]:
+    @cached_property
+    def operands(self) -> tuple[Any, ...]:
         """One entry a step, as kernels take them: its numbers, or a contiguous vector or tensor."""
-        found: list[Any] = []
-        for place, (step, each, numbers) in enumerate(zip(call.chain.steps, self.vectors, call.numbers, strict=True)):
-            if each is None or (place < len(call.chain.biases) and not with_biases):
-                found.append(numbers)
-            else:
-                found.append(contiguous(each).view(-1) if step.operand == "vector" else contiguous(each))
-        return tuple(found)
+        return tuple(
+            numbers if each is None else contiguous(each).view(-1 if step.operand == "vector" else each.shape)
+            for step, each, numbers in zip(self.call.chain.steps, self.vectors, self.call.numbers, strict=True)
+        )
 
-    def empty_gradients(self, device: torch.device) -> "Arguments":
-        """Memory for the gradients of vectors and tensors; of each, this has (shape, dtype), or None."""
+    @property
+    def biases(self) -> tuple[Any, ...]:
+        """The operands that z has where its contraction adds them."""
+        return self.operands[: len(self.call.chain.biases)]
 
-        def empty(wanted):
-            return None if wanted is None else torch.empty(wanted[0], dtype=wanted[1], device=device)
-
-        return Arguments(self.input, self.weight, tuple(map(empty, self.vectors)), empty(self.bias))
+    @property
+    def operands_after_biases(self) -> tuple[Any, ...]:
+        """The operands of what follows such a z: those of the biases are absent."""
+        return (*[None] * len(self.biases), *self.operands[len(self.biases) :])
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The vectors, each in one dimension."""
+        """The vectors and tensors, each in one dimension."""
         return tuple(None if each is None else each.view(-1) for each in self.vectors)
 
 
@@ -65,9 +62,16 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """[*, columns] as a matrix [rows, columns] of any strides, copied where it has to be."""
-    if tensor.ndim == 2:
-        return tensor
-    shape = tensor.shape[:-1].numel(), tensor.shape[-1]
+    return tensor if tensor.ndim == 2 else viewed(tensor, (tensor.shape[:-1].numel(), tensor.shape[-1]))
+
+
+def as_volume(tensor: Tensor) -> Tensor:
+    """View or copy as [B, C, S]: samples, channels and pixels. The pixels are all further dimensions."""
+    return viewed(tensor, (*tensor.shape[:2], tensor.shape[2:].numel()))
+
+
+def viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor in this shape, copied where it has to be."""
     try:
         return tensor.view(shape)
     except RuntimeError:

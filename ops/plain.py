@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ops import precision
+from ops.contractions import CONTRACTIONS
 from ops.convolution import memory_format
 from triton_kernels import reference
 from triton_kernels.chain import Chain
@@ -26,34 +26,20 @@ def apply(
     operands = [
         next(tensors) if step.has_tensor else next(given) if step.operand == "numbers" else None for step in chain.steps
     ]
-    lead = None
-    if chain.contraction == "linear":
-        z = F.linear(input, weight, _flat(operands[0]))
-        operands[0] = None
-        lead = z.shape[:-1]
-    elif chain.contraction:
-        z = F.conv_transpose2d(input, weight, _flat(operands[0]), **geometry)
-        operands[0] = None
-    else:
-        z = input
-        lead = None if chain.norm else z.shape[:-1]
-    if lead is not None and len(lead) != 1:
-        rows = z.reshape(lead.numel(), z.shape[-1])
+    contraction, bias = CONTRACTIONS[chain.contraction], None
+    if chain.contraction and operands[0] is not None:
+        bias, operands[0] = operands[0].reshape(-1), None
+    z = values = contraction.plain(input, weight, bias, geometry)
+    if contraction.has_rows(chain):
+        values = z.reshape(z.shape[:-1].numel(), z.shape[-1])
         operands = [
-            each.reshape(rows.shape) if step.operand == "tensor" and each is not None else each
+            each.reshape(values.shape) if step.operand == "tensor" and each is not None else each
             for step, each in zip(chain.steps, operands, strict=True)
         ]
-        return (
-            reference.plain(chain, rows, operands, num_groups, eps).view(*lead, -1)
-            if rows.numel()
-            else rows.view(z.shape)
-        )
-    result = reference.plain(chain, z, operands, num_groups, eps)
+    result = reference.plain(chain, values, operands, num_groups, eps)
+    if contraction.has_rows(chain):
+        result = result.view(*z.shape[:-1], result.shape[-1])
     return result if last is None else result + last
-
-
-def _flat(vector: Tensor | None) -> Tensor | None:
-    return vector if vector is None or vector.ndim == 1 else vector.reshape(-1)
 
 
 class _Thread(threading.local):

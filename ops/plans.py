@@ -7,10 +7,12 @@ import torch
 
 from autotune_configs import lookup, tuning
 from autotune_configs.configs import noted_lookups
-from ops import direct_convolution, images, matrices, precision
+from ops import precision
 from ops.arguments import Arguments
 from ops.calls import Call
+from ops.contractions import CONTRACTIONS, Contraction
 from ops.plan import Plan, Planner, stand_in
+from ops.row_minima import REDUCED_LINEAR
 
 Tensor = torch.Tensor
 
@@ -38,12 +40,18 @@ def settings(tensor: Tensor) -> tuple:
     return (configs, precision.float32_settings()) if tensor.dtype == torch.float32 else configs
 
 
+def contraction_of(call: Call) -> Contraction:
+    """What makes the steps of a call's plans."""
+    return REDUCED_LINEAR if call.chain.reduction else CONTRACTIONS[call.chain.contraction]
+
+
 def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -> Plan:
     """The plan of a call for tensors in a row, as ``Arguments.of`` takes them.
 
     Its results are the call's and, if ``training``, what the backward pass needs.
     """
-    return _made(tensors, lambda stand_ins: _forward(call, Arguments.of(call, stand_ins), training))
+    forward = contraction_of(call).forward
+    return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
 
 def make_backward(
@@ -56,11 +64,14 @@ def make_backward(
     """
 
     def write(stand_ins):
-        gradient, *others = stand_ins
-        shaped = [each and (each[0] or gradient.shape, each[1]) for each in wanted]
-        given, of_result = Arguments.of(call, others[: len(tensors)]), Arguments.of(call, shaped)
-        gradients = _backward(call, gradient, others[len(tensors) :], given, of_result).in_a_row(call)
-        return [gradient for gradient, each in zip(gradients, wanted, strict=True) if each is not None]
+        dy, *others = stand_ins
+        given, kept = Arguments.of(call, others[: len(tensors)]), others[len(tensors) :]
+        row = [
+            spec and torch.empty(spec[0] or dy.shape, dtype=spec[1], device=dy.device) if place > 1 else spec
+            for place, spec in enumerate(wanted)
+        ]
+        row[:2] = contraction_of(call).backward(given, dy, kept, Arguments.of(call, row))
+        return [each for each, spec in zip(row, wanted, strict=True) if spec is not None]
 
     return _made([gradient, *tensors, *kept], write)
 
@@ -75,45 +86,11 @@ def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]
     return plan
 
 
-def _is_matrix(call: Call, input: Tensor) -> bool:
-    """Whether a chain without a convolution works on rows that one program holds."""
-    if call.chain.contraction or not call.chain.norm:
-        return True
-    return input.shape[2:].numel() == 1 and matrices.fits_registers(input.shape[1], call.num_groups)
-
-
-def _forward(call: Call, given: Arguments, training: bool) -> list[Tensor]:
-    if call.chain.contraction == "conv_transpose2d":
-        return images.convolution_forward(call, given, training)
-    if _is_matrix(call, given.input):
-        return matrices.forward(call, given, training)
-    return images.norm_forward(call, given)
-
-
-def _backward(call: Call, gradient: Tensor, kept: list[Tensor], given: Arguments, wanted: Arguments) -> Arguments:
-    if call.chain.contraction == "conv_transpose2d":
-        return images.convolution_backward(call, gradient, kept, given, wanted)
-    if _is_matrix(call, given.input):
-        return matrices.backward(call, gradient, kept, given, wanted)
-    return images.norm_backward(call, gradient, given, wanted)
-
-
 def places_read(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> tuple[int, ...]:
     """Which of a call's tensors its backward pass reads, where it gives the gradients of the ``wanted`` ones."""
-    chain = call.chain
-    if not chain.contraction:
-        read = [True, False]
-    elif chain.contraction == "linear":  # each for the other's gradient
-        read = [wanted[1], wanted[0]]
-    else:
-        read = [True, True]
-    # What is added last is not read, nor are biases where z is kept with them.
-    last = len(chain.steps)
-    while last > 0 and chain.steps[last - 1].adds:
-        last -= 1
-    has_biases = chain.contraction == "linear"
-    if chain.contraction == "conv_transpose2d":
-        has_biases = direct_convolution.takes(tensors[0], tensors[1], call.geometry, call.allow_tf32)
-    first = len(chain.biases) if has_biases else 0
-    read += [first <= place < last for place, step in enumerate(chain.steps) if step.has_tensor]
-    return tuple(place for place, each in enumerate([*read, False]) if each)
+    contraction, steps = contraction_of(call), call.chain.steps
+    # Biases are not read where z is kept with them, nor is what is added last.
+    first = len(call.chain.biases) if contraction.adds_biases(Arguments.of(call, tensors)) else 0
+    end = max((place for place, step in enumerate(steps, 1) if not step.adds), default=0)
+    of_steps = [first <= place < end for place, step in enumerate(steps) if step.has_tensor]
+    return tuple(place for place, each in enumerate([*contraction.reads(wanted), *of_steps]) if each)

@@ -7,6 +7,7 @@ import torch
 
 from autotune_configs import linear_config
 from ops import precision
+from ops.arguments import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LinearSplitConfig, split
@@ -125,6 +126,20 @@ def addmm(bias: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, shape: 
 
 def add_to(output: torch.Tensor, bias: torch.Tensor) -> None:
     output.add_(bias)
+
+
+def gradients(
+    z_gradient: torch.Tensor, given: Arguments, wanted: Arguments
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of a linear layer's input and weight, from the one at its result; each is None where not wanted."""
+    rows = rows_of(z_gradient)
+    of_input = of_weight = None
+    if wanted.input is not None:
+        of_input = multiply(rows, given.weight, (*z_gradient.shape[:-1], given.weight.shape[1]))
+    if wanted.weight is not None:
+        input = rows_of(given.input)
+        of_weight = multiply(rows.T, input, (rows.shape[1], input.shape[1]))
+    return of_input, of_weight
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -305,7 +305,9 @@ def test_compiled_offline(dtype, arch):
         plans.make_forward(parse(text), row, True)
         output = empty(M, N)
         wanted = [((), dtype), ((), dtype), *[((N,), dtype)] * 3, None]
-        plans.make_backward(parse(text), output, [output], row, wanted)
+        read = plans.places_read(parse(text), row, [True] * 5)
+        spread = [each if place in read else None for place, each in enumerate(row)]
+        plans.make_backward(parse(text), output, [output], spread, wanted)
 
     compiled = offline.compile_launches(make_plans, arch)
     product = "linear_split_kernel" if arch == 90 and dtype == torch.float32 else "linear_kernel"
