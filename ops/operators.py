@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ops import plans, precision
-from ops.arguments import Arguments
-from ops.calls import Call, parse
+from ops.calls import Arguments, Call, parse
+from ops.contractions import contraction_of
 from ops.plan import Plan
 
 Tensor = torch.Tensor
@@ -123,13 +123,13 @@ def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
 def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     call = parse(text)
     _refuse_forward_mode(call.name)
-    return plans.contraction_of(call).empty_results(Arguments.of(call, _spread(call, tensors)), training)
+    return contraction_of(call.chain).empty_results(Arguments.of(call, _spread(call, tensors)), training)
 
 
 def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     call, (specs, read), rest = parse(text), _read_specs(wanted), iter(tensors)
     given = Arguments.of(call, [next(rest) if place in read else None for place in range(len(specs))])
-    contraction = plans.contraction_of(call)
+    contraction = contraction_of(call.chain)
     return [
         gradient.new_empty(spec[0] or gradient.shape, dtype=spec[1])
         if place > 1

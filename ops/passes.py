@@ -10,14 +10,11 @@ from typing import Any
 import torch
 
 from autotune_configs import group_norm_config, image_norm_config
-from ops.arguments import contiguous
-from ops.calls import Call
-from ops.products import zero
+from ops.calls import Call, contiguous
 from triton_kernels.chain import Chain
 from triton_kernels.group_norm import WIDEST_GROUP, GroupNormConfig, group_norm, group_norm_backward
 from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import image_statistics
-from triton_kernels.launch import call as do
 from triton_kernels.pointwise import identity
 from triton_kernels.pointwise_pass import pointwise, pointwise_backward
 
@@ -39,7 +36,9 @@ def rows_config(kernel: str, call: Call, z: Tensor) -> GroupNormConfig:
 def forward(call: Call, operands: Operands, z: Tensor, output: Tensor) -> list[Tensor]:
     """output = the chain of z; returns the statistics, where there are any."""
     if keeps_statistics(call, *z.shape[1:]):
-        return [normalize(call, operands, z, output)]
+        found = statistics(call, operands, z)
+        normalize(call, operands, z, found, output)
+        return [found]
     z, output = z.squeeze(2), output.squeeze(2)
     if call.chain.norm:
         config = rows_config("group_norm", call, z)
@@ -56,11 +55,15 @@ def backward(
     z: Tensor,
     z_gradient: Tensor,
     gradients: Sequence[Tensor | None],
-    *statistics: Tensor,
+    known: Sequence[Tensor],
 ) -> None:
-    """Write z_gradient and the operands' ``gradients``. dy is the output's, in any shape; statistics may be known."""
+    """Write z_gradient and the operands' ``gradients``. dy is the output's, in any shape.
+
+    ``known`` has the statistics, where ``forward`` returned any that were kept.
+    """
     if keeps_statistics(call, *z.shape[1:]):
-        differentiation = Differentiation(call, operands, z, gradients, *statistics)
+        (found,) = known or [statistics(call, operands, z)]
+        differentiation = Differentiation(call, operands, z, found, gradients)
         differentiation.differentiate(contiguous(dy).view(z.shape), z_gradient)
         differentiation.finish()
         return
@@ -82,40 +85,31 @@ def _with_tensors(chain: Chain, each_steps: Operands, change: Callable[[Tensor],
     )
 
 
-def _statistics(call: Call, operands: Operands, z: Tensor) -> Tensor:
+def statistics(call: Call, operands: Operands, z: Tensor) -> Tensor:
     """Mean and reciprocal standard deviation [2, B * G] of what comes before the norm."""
     config = image_norm_config("image_statistics", z.shape[1] // call.num_groups, z)
+    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape))
     return image_statistics(z, call.num_groups, call.eps, config, call.chain.of_dtype(z.dtype), operands)
 
 
-def normalize(call: Call, operands: Operands, z: Tensor, output: Tensor, statistics: Tensor | None = None) -> Tensor:
-    """output = the chain of z, by passes over images; returns the statistics, which may be known."""
-    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape))
-    if statistics is None:
-        statistics = _statistics(call, operands, z)
+def normalize(call: Call, operands: Operands, z: Tensor, found: Tensor, output: Tensor) -> None:
+    """output = the chain of z, with the statistics that were found."""
     config = image_norm_config("image_group_norm", z.shape[1] // call.num_groups, z, output)
-    image_group_norm(z, statistics, call.chain.of_dtype(z.dtype), operands, config, output=output)
-    return statistics
+    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape))
+    image_group_norm(z, found, call.chain.of_dtype(z.dtype), operands, config, output=output)
 
 
 class Differentiation:
     """The backward pass of ``normalize``, a few samples at a time; ``finish`` makes the gradients of the operands."""
 
     def __init__(
-        self,
-        call: Call,
-        operands: Operands,
-        z: Tensor,
-        gradients: Sequence[Tensor | None],
-        statistics: Tensor | None = None,
-    ):
+        self, call: Call, operands: Operands, z: Tensor, found: Tensor, gradients: Sequence[Tensor | None]
+    ) -> None:
         self._chain, self._z = call.chain.of_dtype(z.dtype), z
         self._operands, self._gradients = (
             _with_tensors(call.chain, each, lambda tensor: tensor.view(z.shape)) for each in (operands, gradients)
         )
-        if statistics is None:
-            statistics = _statistics(call, self._operands, z)
-        self._statistics = statistics.view(2, len(z), call.num_groups)
+        self._statistics = found.view(2, len(z), call.num_groups)
         self._config = image_norm_config("image_group_norm_backward", z.shape[1] // call.num_groups, z)
         self._sums = empty_sums(self._chain, self._gradients, z, self._config)
 
@@ -136,9 +130,4 @@ class Differentiation:
         )
 
     def finish(self) -> None:
-        if self._z.numel() > 0:
-            add_up_sums(self._chain, self._sums, self._gradients)
-            return
-        for gradient in self._gradients:
-            if gradient is not None:
-                do(zero, gradient)
+        add_up_sums(self._chain, self._sums, self._gradients)

@@ -8,11 +8,9 @@ import torch
 from autotune_configs import lookup, tuning
 from autotune_configs.configs import noted_lookups
 from ops import precision
-from ops.arguments import Arguments
-from ops.calls import Call
-from ops.contractions import CONTRACTIONS, Contraction
+from ops.calls import Arguments, Call
+from ops.contractions import contraction_of
 from ops.plan import Plan, Planner, stand_in
-from ops.row_minima import REDUCED_LINEAR
 
 Tensor = torch.Tensor
 
@@ -20,17 +18,13 @@ Tensor = torch.Tensor
 _MOST_PLANS = 1024
 
 
-class Kept:
+class Kept(dict[Hashable, Any]):
     """Values by what they depend on. All go where there are too many, which bounds the memory."""
 
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
-        self.get = self._values.get
-
     def add(self, key: Hashable, value: Any) -> Any:
-        if len(self._values) >= _MOST_PLANS:
-            self._values.clear()
-        self._values[key] = value
+        if len(self) >= _MOST_PLANS:
+            self.clear()
+        self[key] = value
         return value
 
 
@@ -40,17 +34,12 @@ def settings(tensor: Tensor) -> tuple:
     return (configs, precision.float32_settings()) if tensor.dtype == torch.float32 else configs
 
 
-def contraction_of(call: Call) -> Contraction:
-    """What makes the steps of a call's plans."""
-    return REDUCED_LINEAR if call.chain.reduction else CONTRACTIONS[call.chain.contraction]
-
-
 def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -> Plan:
     """The plan of a call for tensors in a row, as ``Arguments.of`` takes them.
 
     Its results are the call's and, if ``training``, what the backward pass needs.
     """
-    forward = contraction_of(call).forward
+    forward = contraction_of(call.chain).forward
     return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
 
@@ -66,12 +55,10 @@ def make_backward(
     def write(stand_ins):
         dy, *others = stand_ins
         given, kept = Arguments.of(call, others[: len(tensors)]), others[len(tensors) :]
-        row = [
-            spec and torch.empty(spec[0] or dy.shape, dtype=spec[1], device=dy.device) if place > 1 else spec
-            for place, spec in enumerate(wanted)
-        ]
-        row[:2] = contraction_of(call).backward(given, dy, kept, Arguments.of(call, row))
-        return [each for each, spec in zip(row, wanted, strict=True) if spec is not None]
+        found = [each and torch.empty(each[0] or dy.shape, dtype=each[1], device=dy.device) for each in wanted[2:]]
+        flat = [None if each is None else each.view(-1) for each in found]
+        of_matrices = contraction_of(call.chain).backward(given, dy, kept, Arguments.of(call, [*wanted[:2], *flat]))
+        return [each for each, is_wanted in zip((*of_matrices, *found), wanted, strict=True) if is_wanted]
 
     return _made([gradient, *tensors, *kept], write)
 
@@ -88,9 +75,8 @@ def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]
 
 def places_read(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> tuple[int, ...]:
     """Which of a call's tensors its backward pass reads, where it gives the gradients of the ``wanted`` ones."""
-    contraction, steps = contraction_of(call), call.chain.steps
-    # Biases are not read where z is kept with them, nor is what is added last.
-    first = len(call.chain.biases) if contraction.adds_biases(Arguments.of(call, tensors)) else 0
-    end = max((place for place, step in enumerate(steps, 1) if not step.adds), default=0)
-    of_steps = [first <= place < end for place, step in enumerate(steps) if step.has_tensor]
-    return tuple(place for place, each in enumerate([*contraction.reads(wanted), *of_steps]) if each)
+    *matrices, first = contraction_of(call.chain).reads(Arguments.of(call, tensors), wanted)
+    steps = call.chain.steps
+    end = max((place for place, step in enumerate(steps, 1) if not step.adds), default=0)  # nor what is added last
+    vectors = [first <= place < end for place, step in enumerate(steps) if step.has_tensor]
+    return tuple(place for place, each in enumerate([*matrices, *vectors]) if each)
