@@ -1,4 +1,4 @@
-"""Calls of chains as data: a chain with the numbers it is called with, as a value and as text.
+"""Calls of chains as data: a chain with the numbers it is called with, as a value and as text, and with its tensors.
 
 The text describes itself, as in ``linear -> add -> hardtanh(-1.0, 1.0) -> mish -> group_norm(256, 1e-05) -> mul -> no
 add``. Operators of PyTorch's take it, so compiled and exported graphs have it, which may outlive the process.
@@ -6,11 +6,15 @@ add``. Operators of PyTorch's take it, so compiled and exported graphs have it, 
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ops.convolution import ConvTranspose2dGeometry
 from triton_kernels.chain import Chain, Reduction
+from triton_kernels.launch import call as do
 from triton_kernels.pointwise import ADD, GELU, GELU_TANH, HARDTANH, MISH, MUL, Pointwise
 from triton_kernels.row_minimum import ROW_MINIMUM
 
@@ -63,54 +67,111 @@ class Call:
     def text(self) -> str:
         """The call in words, from which ``parse`` makes an equal one."""
         chain = self.chain
-        words = []
         # An integer that a compiler leaves open is settled here, and guarded.
-        if self.geometry is not None:
-            sizes = *self.geometry.numbers, self.allow_tf32
-            words.append(f"{chain.contraction}({', '.join([str(int(each)) for each in sizes])})")
-        elif chain.contraction:
-            words.append(chain.contraction)
+        sizes = [str(int(each)) for each in (*self.geometry.numbers, self.allow_tf32)] if self.geometry else []
         steps = [
             ("" if present else "no ") + _name(step) + ("" if numbers is None else f"({', '.join(map(repr, numbers))})")
             for step, numbers, present in zip(chain.steps, self.numbers, self.present, strict=True)
         ]
         before = len(chain.steps) - len(chain.last)
-        norm = [f"{chain.norm}({int(self.num_groups)}, {self.eps!r})"] if chain.norm else []
-        words += [*steps[:before], *norm, *steps[before:]]
-        if chain.reduction:
-            words.append(f"{chain.reduction.name}({int(self.has_bias)})")
-        return _ARROW.join(words)
+        words = [
+            f"{chain.contraction}({', '.join(sizes)})" if sizes else chain.contraction,
+            *steps[:before],
+            f"{chain.norm}({int(self.num_groups)}, {self.eps!r})" if chain.norm else "",
+            *steps[before:],
+            f"{chain.reduction.name}({int(self.has_bias)})" if chain.reduction else "",
+        ]
+        return _ARROW.join(filter(None, words))
 
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Call:
     """The call that a text describes. Raises ValueError where it names a function that this process does not have."""
     contraction, norm, reduction = "", "", None
+    steps: list[tuple] = []
+    before: int | None = None  # how many steps are before the norm
     options: dict = {}
-    stages: tuple[list, list] = ([], [])
     for word in text.split(_ARROW):
         described: Any = re.fullmatch(r"(no )?([a-z0-9_ ]+?)(?:\((.*)\))?", word)
         absent, name, written = described.groups()
         numbers: Any = None if written is None else tuple(map(float, filter(None, written.split(", "))))
         if name in ("linear", "conv_transpose2d"):
             contraction = name
-            if numbers is not None:
+            if numbers:
                 *geometry, allow_tf32 = map(int, numbers)
                 options |= {"geometry": ConvTranspose2dGeometry.of_numbers(geometry), "allow_tf32": bool(allow_tf32)}
         elif name == "group_norm":
-            norm = name
+            norm, before = name, len(steps)
             options |= {"num_groups": int(numbers[0]), "eps": numbers[1]}
         elif name in _REDUCTIONS:
             reduction, options["has_bias"] = _REDUCTIONS[name], bool(numbers[0])
         elif name in _POINTWISE:
-            stages[bool(norm)].append((_POINTWISE[name], numbers, not absent))
+            steps.append((_POINTWISE[name], numbers, not absent))
         else:
             raise ValueError(
                 f"{text!r} names the pointwise function {name!r}, which this process does not have: make the Chain "
                 "that has it first"
             )
-    steps = [*stages[0], *stages[1]]
-    before = tuple(step for step, _, _ in stages[0])[bool(contraction) :]
-    after = tuple(step for step, _, _ in stages[1])[2 if norm else 0 :]
-    chain = Chain(contraction, before, norm, after, reduction)
-    return Call(chain, tuple(each[1] for each in steps), tuple(each[2] for each in steps), **options)
+    functions, of_steps, present = zip(*steps, strict=True)
+    after = () if before is None else functions[before + 2 :]
+    return Call(
+        Chain(contraction, functions[bool(contraction) : before], norm, after, reduction), of_steps, present, **options
+    )
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A call with its tensors, or with what stands for them.
+
+    ``vectors`` has one entry a step, its vector or tensor, and ``bias`` is the reduction's.
+    """
+
+    call: Call
+    input: Any
+    weight: Any
+    vectors: tuple[Any, ...]
+    bias: Any
+
+    @classmethod
+    def of(cls, call: Call, values: Sequence[Any]) -> "Arguments":
+        """From values in a row: of the input, the weight, each step that takes a tensor, and the reduction's bias."""
+        input, weight, *others = values
+        rest = iter(others)
+        vectors = tuple([next(rest) if step.has_tensor else None for step in call.chain.steps])
+        return cls(call, input, weight, vectors, next(rest))
+
+    @functools.cached_property
+    def operands(self) -> tuple[Any, ...]:
+        """One entry a step, as kernels take them: its numbers, or a contiguous vector or tensor."""
+        return tuple(
+            numbers if each is None else contiguous(each).view(-1 if step.operand == "vector" else each.shape)
+            for step, each, numbers in zip(self.call.chain.steps, self.vectors, self.call.numbers, strict=True)
+        )
+
+    @property
+    def divided(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Two parts of ``operands``: those of the chain's biases, and all with None for these."""
+        first = len(self.call.chain.biases)
+        return self.operands[:first], (*[None] * first, *self.operands[first:])
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy."""
+    return tensor if tensor.is_contiguous() else do(torch.Tensor.contiguous, tensor)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[*, columns] as a matrix [rows, columns] of any strides, copied where it has to be."""
+    return tensor if tensor.ndim == 2 else _viewed(tensor, (tensor.shape[:-1].numel(), tensor.shape[-1]))
+
+
+def as_volume(tensor: torch.Tensor) -> torch.Tensor:
+    """View or copy as [B, C, S]: samples, channels and pixels. The pixels are all further dimensions."""
+    return _viewed(tensor, (*tensor.shape[:2], tensor.shape[2:].numel()))
+
+
+def _viewed(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        return do(torch.Tensor.contiguous, tensor).view(shape)

@@ -11,6 +11,7 @@ import torch
 import triton_kernels.chain
 from ops import checks, convolution, operators, plain, plans, precision, tensor_parallel
 from ops.calls import Call, register
+from ops.contractions import CONTRACTIONS
 from ops.operators import Prepared, is_unobserved
 from triton_kernels.group_norm import WIDEST_GROUP
 from triton_kernels.pointwise import Pointwise
@@ -43,7 +44,8 @@ class Chain(triton_kernels.chain.Chain):
         names: What error messages call the operands; of numbers, a tuple of names.
 
     Raises:
-        ValueError: A pointwise function has the name of another one, or a reduction does not follow the norm alone.
+        ValueError: A contraction or norm is not known, a convolution has no norm, a pointwise function has the name of
+            another one, or a reduction does not follow a linear layer's norm alone.
 
     Example::
 
@@ -58,6 +60,13 @@ class Chain(triton_kernels.chain.Chain):
     _prepared: plans.Kept = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name, known in (("contraction", CONTRACTIONS), ("norm", ("", "group_norm"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
+        if self.contraction == "conv_transpose2d" and not self.norm:
+            raise ValueError("a chain with a convolution must have a norm")
+        if self.reduction and self.contraction != "linear":
+            raise ValueError(f"a reduction must follow a linear layer, got {self.contraction!r}")
         register(self)
         super().__post_init__()
         given = iter(self.names)

@@ -1,5 +1,6 @@
 """Transposed 2-D convolutions: geometry, checks, memory format, and the calls of cuDNN."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ class ConvTranspose2dGeometry:
     @property
     def numbers(self) -> tuple[int, ...]:
         """All numbers in a row, from which ``of_numbers`` makes an equal geometry."""
-        pairs = (self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation)
-        return (*(number for pair in pairs for number in pair), self.groups)
+        *pairs, groups = vars(self).values()
+        return (*itertools.chain(*pairs), groups)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> "ConvTranspose2dGeometry":
@@ -35,26 +36,19 @@ class ConvTranspose2dGeometry:
     @property
     def arguments(self) -> dict[str, Pair | int]:
         """The arguments of ``torch.nn.functional.conv_transpose2d``, by name."""
-        return {
-            "stride": self.stride,
-            "padding": self.padding,
-            "output_padding": self.output_padding,
-            "groups": self.groups,
-            "dilation": self.dilation,
-        }
+        return {name: getattr(self, name) for name in DEFAULTS}
 
     def output_size(self, height: int, width: int) -> Pair:
         """Output size: (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1, for each
         axis."""
-        rows, columns = (
+        return tuple(
             (size - 1) * self.stride[axis]
             - 2 * self.padding[axis]
             + self.dilation[axis] * (self.kernel_size[axis] - 1)
             + self.output_padding[axis]
             + 1
             for axis, size in enumerate((height, width))
-        )
-        return rows, columns
+        )  # type: ignore[return-value]
 
 
 #: Of ``torch.nn.functional.conv_transpose2d``.
@@ -67,11 +61,10 @@ def pair(name: str, value: int | Sequence[int], least: int) -> Pair:
     if len(values) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints, got {value}")
     rows, columns = checks.integer(name, values[0]), checks.integer(name, values[1])
-    for number in (rows, columns):
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-        if number >= 2**31:
-            raise ValueError(f"{name} must be less than 2**31, got {value}")
+    if rows < least or columns < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if rows >= 2**31 or columns >= 2**31:
+        raise ValueError(f"{name} must be less than 2**31, got {value}")
     return rows, columns
 
 
@@ -96,9 +89,7 @@ def check_conv_transpose2d(
         raise ValueError(f"weight must be 4-D {expected}, got shape {tuple(weight.shape)}")
     if 0 in weight.shape:
         raise ValueError(f"weight must have no dimension of size 0, got shape {tuple(weight.shape)}")
-    groups = checks.integer("groups", groups)
-    if groups < 1:
-        raise ValueError(f"groups must be at least 1, got {groups}")
+    groups = checks.size("groups", groups)
     in_channels = weight.shape[0]
     if in_channels % groups != 0:
         raise ValueError(f"groups must divide the {in_channels} in_channels of weight, got {groups}")
@@ -118,10 +109,9 @@ def check_conv_transpose2d(
                 "output_padding must be smaller than stride or dilation, "
                 f"got {output_padding} with stride {stride} and dilation {dilation}"
             )
-    height, width = input.shape[2:]
-    if height < 1 or width < 1:
+    if 0 in input.shape[2:]:
         raise ValueError(f"input must have a height and a width of at least 1, got shape {tuple(input.shape)}")
-    rows, columns = geometry.output_size(height, width)
+    rows, columns = geometry.output_size(*input.shape[2:])
     if rows < 1 or columns < 1:
         raise ValueError(
             f"padding must leave an output of at least 1 x 1 pixels, got {padding}, which makes it {rows} x {columns}"
@@ -149,16 +139,7 @@ def conv_transpose2d(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTr
     It follows PyTorch's settings (TF32, determinism), and so is as precise as PyTorch's. Choosing cuDNN's deterministic
     algorithms here would use TF32 where PyTorch's own choice is float32 (seen on an H200 at small sizes).
     """
-    z = torch.conv_transpose2d(
-        input,
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.output_padding,
-        geometry.groups,
-        geometry.dilation,
-    )
+    z = torch.conv_transpose2d(input, weight, **geometry.arguments)  # type: ignore[arg-type]
     return z.contiguous(memory_format=memory_format(input))
 
 
@@ -170,19 +151,8 @@ def conv_transpose2d_gradients(
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor, ...]:
     """PyTorch's gradients of input and weight, in their memory formats, as far as they are wanted."""
-    *gradients, _ = torch.ops.aten.convolution_backward(
-        z_gradient,
-        input,
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        True,
-        geometry.output_padding,
-        geometry.groups,
-        (*wanted, False),
-    )
+    sizes = geometry.stride, geometry.padding, geometry.dilation, True, geometry.output_padding, geometry.groups
+    *gradients, _ = torch.ops.aten.convolution_backward(z_gradient, input, weight, None, *sizes, (*wanted, False))
     return tuple(
         gradient.contiguous(memory_format=memory_format(of))
         for gradient, of, is_wanted in zip(gradients, (input, weight), wanted, strict=True)

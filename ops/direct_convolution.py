@@ -76,11 +76,9 @@ def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvT
 def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
     """Whether the Hopper kernel takes the images once they are copied. Their height and width do not matter for
     that."""
-    if not runs_hopper_convolutions(input.device):
-        return False
-    convolution_hopper, _ = _hopper_kernels()
     images = (_empty_channels_last((1, channels, 1, 1), input) for channels in weight.shape[:2])
-    return convolution_hopper.supports(*images, forward_convolution(geometry))
+    on_hopper = runs_hopper_convolutions(input.device)
+    return on_hopper and _hopper_kernels()[0].supports(*images, forward_convolution(geometry))
 
 
 def _hopper_kernels():
@@ -133,37 +131,28 @@ def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity) -> Non
     copy_image(*images, ImageNormConfig.fit(*images), transform)
 
 
-def _in_channels_last(image: torch.Tensor) -> torch.Tensor:
-    """The image itself where the kernels can read its layout, else a channels_last copy."""
-    if takes_input(image):
+def in_channels_last(image: torch.Tensor, transform=identity) -> torch.Tensor:
+    """The image itself where the kernels can read it as it lies, else a channels_last copy, transformed."""
+    if transform is identity and takes_input(image):
         return image
     result = _empty_channels_last(image.shape, image)
-    _copy(image, result)
+    _copy(image, result, transform)
     return result
 
 
-def _as_operand(image: torch.Tensor) -> torch.Tensor:
-    """The operand of ``convolution_hopper``: a channels_last image. A float32 image is copied and rounded to TF32."""
-    if image.dtype != torch.float32:
-        return _in_channels_last(image)
-    result = _empty_channels_last(image.shape, image)
-    _copy(image, result, nearest_tf32)
-    return result
+def _rounding(image: torch.Tensor) -> triton.runtime.JITFunction:
+    """What the operands of ``convolution_hopper`` need: float32 ones are rounded to TF32."""
+    return nearest_tf32 if image.dtype == torch.float32 else identity
 
 
 def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The channels_last bfloat16 images whose sum is a float32 image; a 16-bit image is returned alone."""
     if image.dtype != torch.float32:
-        return (_in_channels_last(image),)
+        return (in_channels_last(image),)
     parts = tuple(_empty_channels_last(image.shape, image, torch.bfloat16) for _ in range(2))
     source, high, low = (each.flatten(2) for each in (image, *parts))
     split_image(source, high, low, ImageNormConfig.fit(source, high, low))
     return parts
-
-
-def like_format(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The image in channels_last where ``other`` is channels_last, else as it is."""
-    return _in_channels_last(image) if memory_format(other) == torch.channels_last else image
 
 
 def forward(
@@ -177,36 +166,25 @@ def forward(
     B, channels = input.shape[0], weight.shape[1]
     height, width = geometry.output_size(*input.shape[2:])
     z = _empty_channels_last((B, channels, height, width), input)
-    taps = do(_reversed_taps, weight)
-    problem = forward_convolution(geometry)
-    as_it_lies = input.dtype != torch.float32 and takes_input(input)
+    taps, problem, transform = do(_reversed_taps, weight), forward_convolution(geometry), _rounding(input)
+    as_it_lies = transform is identity and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
-    knows_norm = not any(step.operand == "tensor" for step in chain.activation)
-    of_norm: dict[str, Any] = {"chain": chain, "operands": operands} if knows_norm else {}
-
-    def empty_partials(places: int) -> PartialStatistics | None:
-        return PartialStatistics.empty(B, places, channels, input.device) if knows_norm else None
-
-    on_hopper = runs_hopper_convolutions(input.device)
-    if on_hopper:
-        convolution_hopper, _ = _hopper_kernels()
-    if not on_hopper or not convolution_hopper.supports(in_format, z, problem):
-        config = convolution_config(input, z, geometry.kernel_size)
-        partials = empty_partials(config.tiles(height * width))
+    kernels: Any = _hopper_kernels()[0] if runs_hopper_convolutions(input.device) else None
+    on_hopper = kernels is not None and kernels.supports(in_format, z, problem)
+    config = None if on_hopper else convolution_config(input, z, geometry.kernel_size)
+    partials: PartialStatistics | None = None
+    of_norm: dict[str, Any] = {}
+    if not any(step.operand == "tensor" for step in chain.activation):
+        places = config.tiles(height * width) if config else kernels.partial_count(in_format, z, problem)
+        partials = PartialStatistics.empty(B, places, channels, input.device)
+        of_norm = {"chain": chain, "operands": operands}
+    if config is not None:
         convolution(input, taps, bias, problem, config, output=z, partials=partials, **of_norm)
         return z, partials
-    places = convolution_hopper.partial_count(in_format, z, problem)
-    partials = empty_partials(places)
     for span in [slice(0, B)] if as_it_lies else _spans(input):
-        convolution_hopper.convolution_hopper(
-            input if as_it_lies else _as_operand(input[span]),
-            taps,
-            bias,
-            problem,
-            output=z[span],
-            partials=None if partials is None else partials[span],
-            **of_norm,
-        )
+        of_span = None if partials is None else partials[span]
+        image = in_channels_last(input[span], transform)
+        kernels.convolution_hopper(image, taps, bias, problem, output=z[span], partials=of_span, **of_norm)
     return z, partials
 
 
@@ -223,31 +201,32 @@ def backward(
     ``z_gradients(samples, target, stored)`` writes the gradients of z to ``target``, after it applied the pointwise
     function ``stored`` to each. It is called for a few samples at a time, in the end for all of them.
     """
-    _, weight_gradient_hopper = _hopper_kernels()
-    config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
-    problem = _input_gradient_convolution(geometry)
-    taps = do(_taps, weight)
+    convolutions, weight_gradients = _hopper_kernels()
+    config = weight_gradients.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
+    problem, taps = _input_gradient_convolution(geometry), do(_taps, weight)
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
     scratch = _empty_channels_last((spans[0].stop, *z.shape[1:]), z)
-    stored = nearest_tf32 if z.dtype == torch.float32 else identity
-    shift = forward_convolution(geometry).shift
-    sums = None
+    by_pixels = input.permute(0, 2, 3, 1), z.permute(0, 2, 3, 1)
+    sums_shape = weight_gradients.partials_shape(*by_pixels, geometry.kernel_size)
+    sums = torch.empty(sums_shape, dtype=torch.float32, device=input.device)
     for span in spans:
         z_gradient = scratch[: span.stop - span.start]
-        z_gradients(span, z_gradient, stored)
+        z_gradients(span, z_gradient, _rounding(z))
         if input_gradient is not None:
-            _write_input_gradient(z_gradient, taps, problem, input_gradient[span])
+            target = output = input_gradient[span]
+            if not convolutions.supports(z_gradient, target, problem):
+                # Rows that TMA cannot write, or taps too far apart for a contiguous image's tiles.
+                output = _empty_channels_last(target.shape, target)
+            convolutions.convolution_hopper(z_gradient, taps, None, problem, output=output)
+            if output is not target:
+                _copy(output, target)
         if not wanted[1]:
             continue
         inputs, gradients = ([part.permute(0, 2, 3, 1) for part in _split(each)] for each in (input[span], z_gradient))
-        if sums is None:
-            shapes = inputs[0], gradients[0]
-            sums_shape = weight_gradient_hopper.partials_shape(*shapes, geometry.kernel_size)
-            sums = torch.empty(sums_shape, dtype=torch.float32, device=input.device)
         # Of split images, all products but that of the two low parts: it is below the precision of the sum.
         for i, j in ((0, 0), (0, 1), (1, 0))[: 2 * len(inputs) - 1]:
-            weight_gradient_hopper.convolution_weight_gradient(
+            weight_gradients.convolution_weight_gradient(
                 inputs[i],
                 gradients[j],
                 sums,
@@ -256,16 +235,14 @@ def backward(
                 count=len(z_gradient),
                 kernel_size=geometry.kernel_size,
                 dilation=geometry.dilation,
-                shift=shift,
+                shift=forward_convolution(geometry).shift,
                 accumulate=span.start > 0 or i + j > 0,
                 config=config,
             )
-    if sums is None:
+    if not wanted[1]:
         return input_gradient, None
-    totals = column_sums(sums)
-    return input_gradient, do(
-        _as_weight, totals, weight, *(each.shape for each in shapes), geometry.kernel_size, config
-    )
+    shapes = (each.shape for each in by_pixels)
+    return input_gradient, do(_as_weight, column_sums(sums), weight, *shapes, geometry.kernel_size, config)
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
@@ -281,15 +258,3 @@ def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose
     return convolution_hopper.supports(
         z, in_format, _input_gradient_convolution(geometry)
     ) and weight_gradient_hopper.supports(*images, geometry.kernel_size, geometry.dilation, config)
-
-
-def _write_input_gradient(
-    z_gradient: torch.Tensor, taps: torch.Tensor, problem: StrideOneConvolution, target: torch.Tensor
-) -> None:
-    convolution_hopper, _ = _hopper_kernels()
-    if convolution_hopper.supports(z_gradient, target, problem):
-        convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=target)
-    else:  # rows that TMA cannot write, or taps too far apart for a contiguous image's tiles
-        in_format = _empty_channels_last(target.shape, target)
-        convolution_hopper.convolution_hopper(z_gradient, taps, None, problem, output=in_format)
-        _copy(in_format, target)

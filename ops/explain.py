@@ -1,20 +1,21 @@
 """``explain``: tells which kernels a call runs, with which configs, and what memory it takes."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ops import operators, plain
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
-_PLANS = {
-    torch.ops.normfuse.forward.default: operators.forward_plan,
-    torch.ops.normfuse.backward.default: operators.backward_plan,
+_PLANS: dict[Any, tuple[str, Callable[..., Plan]]] = {
+    torch.ops.normfuse.forward.default: ("forward", operators.forward_plan),
+    torch.ops.normfuse.backward.default: ("backward", operators.backward_plan),
 }
 
 
@@ -72,8 +73,8 @@ class ExplainedCall:
         rows = [step._columns for step in self.steps]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
-        sizes = {"results": self.result_bytes, "kept": self.kept_bytes, "buffers": self.buffer_bytes}
-        memory = ", ".join(f"{name} {size / 2**20:.3f} MiB" for name, size in sizes.items())
+        sizes = ("results", self.result_bytes), ("kept", self.kept_bytes), ("buffers", self.buffer_bytes)
+        memory = ", ".join(f"{name} {size / 2**20:.3f} MiB" for name, size in sizes)
         return "\n  ".join([title, *map(str.rstrip, lines), memory])
 
 
@@ -97,38 +98,27 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in _PLANS:
-            self.calls.append(_explained(args[0], function, _PLANS[function](*args), result[0].device))
+            direction, make_plan = _PLANS[function]
+            self.calls.append(_explained(args[0], direction, make_plan(*args), result[0].device))
         return result
 
     def note(self, chain: Chain, input: torch.Tensor) -> None:
         """A chain that runs as plain PyTorch, forward and backward."""
+        reason = "there are no channels" if input.device.type == "cuda" else "kernels run on GPUs"
         if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             reason = f"kernels take float32, bfloat16 and float16, not {str(input.dtype).removeprefix('torch.')}"
-        else:
-            reason = "there are no channels" if input.device.type == "cuda" else "kernels run on GPUs"
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
 
 
-def _explained(text: str, function: Any, plan: Plan, device: torch.device) -> ExplainedCall:
-    is_forward = function is torch.ops.normfuse.forward.default
-    found = {id(each.config): each.table or "heuristic" for each in plan.lookups}
+def _explained(text: str, direction: str, plan: Plan, device: torch.device) -> ExplainedCall:
+    # A kernel without a config has no source, and one whose config was not looked up has no table.
+    sources = {id(None): "", **{id(each.config): each.table or "heuristic" for each in plan.lookups}}
     steps = [
-        ExplainedStep(
-            each.name, each.grid, each.config, "" if each.config is None else found.get(id(each.config), "fixed")
-        )
-        for each in plan.noted
+        ExplainedStep(each.name, each.grid, each.config, sources.get(id(each.config), "fixed")) for each in plan.noted
     ]
     sizes = plan.result_bytes
-    results = sizes[:1] if is_forward else sizes
-    return ExplainedCall(
-        text,
-        "forward" if is_forward else "backward",
-        device,
-        tuple(steps),
-        sum(results),
-        sum(sizes) - sum(results),
-        plan.buffer_bytes,
-    )
+    kept = sum(sizes[1:]) if direction == "forward" else 0
+    return ExplainedCall(text, direction, device, tuple(steps), sum(sizes) - kept, kept, plan.buffer_bytes)
 
 
 def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any) -> Explanation:
@@ -157,21 +147,21 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
     if not callable(model_or_function):
         raise TypeError(f"model_or_function must be callable, got {type(model_or_function).__name__}")
     watch = _Watch()
-    with watch, plain.noted_by(watch.note):
-        results = model_or_function(*inputs, **options)
-        roots = [each for each in _tensors_in(results) if each.requires_grad]
-        leaves = _leaves(roots, [each for each in _tensors_in((inputs, options)) if each.requires_grad])
-        if leaves:
-            torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+    before = plain.watcher.set(watch.note)
+    try:
+        with watch:
+            roots = _differentiable(model_or_function(*inputs, **options))
+            leaves = _leaves(roots, _differentiable((inputs, options)))
+            if leaves:
+                torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+    finally:
+        plain.watcher.reset(before)
     return Explanation(tuple(watch.calls))
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    """The tensors among the values that require gradients."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 def _leaves(roots: list[torch.Tensor], arguments: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ops import direct_convolution, matrices, plans, precision, row_minima
-from ops.calls import Call, parse
-from ops.convolution import memory_format
+from ops import plans, precision
+from ops.calls import Arguments, Call, parse
+from ops.contractions import contraction_of
 from ops.plan import Plan
 
 Tensor = torch.Tensor
@@ -123,66 +123,20 @@ def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
 def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     call = parse(text)
     _refuse_forward_mode(call.name)
-    return _empty_results(call, _spread(call, tensors), training)
-
-
-def _empty_results(call: Call, tensors: Sequence[Any], training: bool) -> list[Tensor]:
-    """What a call's plan returns, without values."""
-    input, weight, *_, bias = tensors
-    chain = call.chain
-    if chain.contraction == "conv_transpose2d":
-        geometry = call.geometry
-        B, C = input.shape[0], weight.shape[1] * geometry.groups
-        output = input.new_empty(B, C, *geometry.output_size(*input.shape[2:]))
-        output = torch.empty_like(output, memory_format=memory_format(input))
-        if not training:
-            return [output]
-        is_direct = direct_convolution.takes(input, weight, geometry, call.allow_tf32)
-        z = torch.empty_like(output, memory_format=torch.channels_last if is_direct else memory_format(input))
-        return [output, z, output.new_empty(2, B * call.num_groups, dtype=torch.float32)]
-    if not chain.contraction:
-        return [torch.empty_like(input) if chain.norm else input.new_empty(input.shape)]
-    N = weight.shape[0]
-    if chain.reduction:
-        M, group_size = input.shape[0], N // call.num_groups
-        output = input.new_empty((M, 1) if bias is None else (1, bias.numel(), M, 1))
-        size = row_minima.kept_size(M, group_size)
-        return [output, output.new_empty(size, dtype=torch.float32)] if training else [output]
-    output = input.new_empty(*input.shape[:-1], N)
-    if not training or len(chain.biases) == len(chain.steps):
-        return [output]
-    kept = [torch.empty_like(output)]
-    if chain.norm and not matrices.fits_registers(N, call.num_groups):
-        kept.append(output.new_empty(2, input.shape[:-1].numel() * call.num_groups, dtype=torch.float32))
-    return [output, *kept]
+    return contraction_of(call.chain).empty_results(Arguments.of(call, _spread(call, tensors)), training)
 
 
 def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    call, (specs, read) = parse(text), _read_specs(wanted)
-    given = dict(zip(read, tensors, strict=True))
-    results = []
-    for place, spec in enumerate(specs):
-        if spec is None:
-            continue
-        if place > 1:
-            results.append(gradient.new_empty(spec[0] or gradient.shape, dtype=spec[1]))
-        elif call.chain.contraction == "linear":
-            results.append(gradient.new_empty(_matrix_shape(call, place, gradient, kept, given)))
-        elif call.chain.contraction:
-            results.append(torch.empty_like(given[place], memory_format=memory_format(given[place])))
-        else:
-            results.append(torch.empty_like(given[0]) if call.chain.norm else given[0].new_empty(given[0].shape))
-    return results
-
-
-def _matrix_shape(call: Call, place: int, gradient: Tensor, kept: list[Tensor], given: dict[int, Tensor]) -> tuple:
-    """The shape of the input's (0) or the weight's (1) gradient. Each is read for the other's."""
-    if call.chain.reduction:
-        M, group_size = row_minima.sizes(gradient, kept[0])
-        lead, N = (M,), group_size * call.num_groups
-    else:
-        *lead, N = gradient.shape
-    return (*lead, given[1].shape[1]) if place == 0 else (N, given[0].shape[-1])
+    call, (specs, read), rest = parse(text), _read_specs(wanted), iter(tensors)
+    given = Arguments.of(call, [next(rest) if place in read else None for place in range(len(specs))])
+    contraction = contraction_of(call.chain)
+    return [
+        gradient.new_empty(spec[0] or gradient.shape, dtype=spec[1])
+        if place > 1
+        else contraction.empty_gradient(place, given, gradient, kept)
+        for place, spec in enumerate(specs)
+        if spec is not None
+    ]
 
 
 torch.library.define("normfuse::forward", "(str call, Tensor[] tensors, bool training) -> Tensor[]", tags=_TAG)

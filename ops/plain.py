@@ -1,15 +1,14 @@
 """Calls of chains in plain PyTorch: what runs on the CPU and for float64."""
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ops import precision
+from ops.contractions import contraction_of
 from ops.convolution import memory_format
 from triton_kernels import reference
 from triton_kernels.chain import Chain
@@ -20,57 +19,31 @@ Tensor = torch.Tensor
 def apply(
     chain: Chain, row: Sequence[Any], numbers: Sequence, num_groups: int, eps: float, geometry: dict[str, Any]
 ) -> Tensor:
-    """The chain of tensors in a row (``ops.arguments``), with the numbers of its steps."""
+    """The chain of tensors in a row (``ops.calls.Arguments``), with the numbers of its steps."""
     input, weight, *others, last = row
     tensors, given = iter(others), iter(numbers)
     operands = [
         next(tensors) if step.has_tensor else next(given) if step.operand == "numbers" else None for step in chain.steps
     ]
-    lead = None
-    if chain.contraction == "linear":
-        z = F.linear(input, weight, _flat(operands[0]))
-        operands[0] = None
-        lead = z.shape[:-1]
-    elif chain.contraction:
-        z = F.conv_transpose2d(input, weight, _flat(operands[0]), **geometry)
-        operands[0] = None
-    else:
-        z = input
-        lead = None if chain.norm else z.shape[:-1]
-    if lead is not None and len(lead) != 1:
-        rows = z.reshape(lead.numel(), z.shape[-1])
+    contraction, bias = contraction_of(chain), None
+    if chain.contraction and operands[0] is not None:
+        bias, operands[0] = operands[0].reshape(-1), None
+    z = values = contraction.plain(input, weight, bias, **geometry)
+    has_rows = contraction.has_rows or not chain.norm
+    if has_rows:
+        values = z.reshape(z.shape[:-1].numel(), z.shape[-1])
         operands = [
-            each.reshape(rows.shape) if step.operand == "tensor" and each is not None else each
+            each.reshape(values.shape) if step.operand == "tensor" and each is not None else each
             for step, each in zip(chain.steps, operands, strict=True)
         ]
-        return (
-            reference.plain(chain, rows, operands, num_groups, eps).view(*lead, -1)
-            if rows.numel()
-            else rows.view(z.shape)
-        )
-    result = reference.plain(chain, z, operands, num_groups, eps)
+    result = reference.plain(chain, values, operands, num_groups, eps)
+    if has_rows:
+        result = result.view(*z.shape[:-1], result.shape[-1])
     return result if last is None else result + last
 
 
-def _flat(vector: Tensor | None) -> Tensor | None:
-    return vector if vector is None or vector.ndim == 1 else vector.reshape(-1)
-
-
-class _Thread(threading.local):
-    note: Callable[[Chain, Tensor], None] | None = None
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def noted_by(note: Callable[[Chain, Tensor], None]) -> Iterator[None]:
-    """Within this context, ``note`` gets each chain that runs here in this thread, and its input."""
-    before, _thread.note = _thread.note, note
-    try:
-        yield
-    finally:
-        _thread.note = before
+#: What gets each chain that runs here in this thread, and its input.
+watcher: ContextVar[Callable[[Chain, Tensor], None] | None] = ContextVar("watcher", default=None)
 
 
 def in_widest_dtype(
@@ -78,8 +51,8 @@ def in_widest_dtype(
 ) -> Tensor:
     """The same in the widest of the tensors' dtypes, which differ only under autocast; the result has the input's."""
     input = row[0]
-    if not torch.compiler.is_compiling() and _thread.note is not None:
-        _thread.note(chain, input)
+    if not torch.compiler.is_compiling() and (note := watcher.get()):
+        note(chain, input)
     dtype = functools.reduce(torch.promote_types, (each.dtype for each in row if each is not None))
     widened = [each if each is None else each.to(dtype) for each in row]
     with precision.without_autocast(input.device):

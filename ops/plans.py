@@ -7,9 +7,8 @@ import torch
 
 from autotune_configs import lookup, tuning
 from autotune_configs.configs import noted_lookups
-from ops import direct_convolution, images, matrices
-from ops.arguments import Arguments
-from ops.calls import Call
+from ops.calls import Arguments, Call
+from ops.contractions import contraction_of
 from ops.plan import Plan, Planner, stand_in
 
 Tensor = torch.Tensor
@@ -18,17 +17,13 @@ Tensor = torch.Tensor
 _MOST_PLANS = 1024
 
 
-class Kept:
+class Kept(dict[Hashable, Any]):
     """Values by what they depend on. All go where there are too many, which bounds the memory."""
 
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
-        self.get = self._values.get
-
     def add(self, key: Hashable, value: Any) -> Any:
-        if len(self._values) >= _MOST_PLANS:
-            self._values.clear()
-        self._values[key] = value
+        if len(self) >= _MOST_PLANS:
+            self.clear()
+        self[key] = value
         return value
 
 
@@ -44,7 +39,8 @@ def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -
 
     Its results are the call's and, if ``training``, what the backward pass needs.
     """
-    return _made(tensors, lambda stand_ins: _forward(call, Arguments.of(call, stand_ins), training))
+    forward = contraction_of(call.chain).forward
+    return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
 
 def make_backward(
@@ -57,11 +53,12 @@ def make_backward(
     """
 
     def write(stand_ins):
-        gradient, *others = stand_ins
-        shaped = [each and (each[0] or gradient.shape, each[1]) for each in wanted]
-        given, of_result = Arguments.of(call, others[: len(tensors)]), Arguments.of(call, shaped)
-        gradients = _backward(call, gradient, others[len(tensors) :], given, of_result).in_a_row(call)
-        return [gradient for gradient, each in zip(gradients, wanted, strict=True) if each is not None]
+        dy, *others = stand_ins
+        given, kept = Arguments.of(call, others[: len(tensors)]), others[len(tensors) :]
+        found = [each and torch.empty(each[0] or dy.shape, dtype=each[1], device=dy.device) for each in wanted[2:]]
+        flat = [None if each is None else each.view(-1) for each in found]
+        of_matrices = contraction_of(call.chain).backward(given, dy, kept, Arguments.of(call, [*wanted[:2], *flat]))
+        return [each for each, is_wanted in zip((*of_matrices, *found), wanted, strict=True) if is_wanted]
 
     return _made([gradient, *tensors, *kept], write)
 
@@ -76,45 +73,10 @@ def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]
     return plan
 
 
-def _is_matrix(call: Call, input: Tensor) -> bool:
-    """Whether a chain without a convolution works on rows that one program holds."""
-    if call.chain.contraction or not call.chain.norm:
-        return True
-    return input.shape[2:].numel() == 1 and matrices.fits_registers(input.shape[1], call.num_groups)
-
-
-def _forward(call: Call, given: Arguments, training: bool) -> list[Tensor]:
-    if call.chain.contraction == "conv_transpose2d":
-        return images.convolution_forward(call, given, training)
-    if _is_matrix(call, given.input):
-        return matrices.forward(call, given, training)
-    return images.norm_forward(call, given)
-
-
-def _backward(call: Call, gradient: Tensor, kept: list[Tensor], given: Arguments, wanted: Arguments) -> Arguments:
-    if call.chain.contraction == "conv_transpose2d":
-        return images.convolution_backward(call, gradient, kept, given, wanted)
-    if _is_matrix(call, given.input):
-        return matrices.backward(call, gradient, kept, given, wanted)
-    return images.norm_backward(call, gradient, given, wanted)
-
-
 def places_read(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> tuple[int, ...]:
     """Which of a call's tensors its backward pass reads, where it gives the gradients of the ``wanted`` ones."""
-    chain = call.chain
-    if not chain.contraction:
-        read = [True, False]
-    elif chain.contraction == "linear":  # each for the other's gradient
-        read = [wanted[1], wanted[0]]
-    else:
-        read = [True, True]
-    # What is added last is not read, nor are biases where z is kept with them.
-    last = len(chain.steps)
-    while last > 0 and chain.steps[last - 1].adds:
-        last -= 1
-    has_biases = chain.contraction == "linear"
-    if chain.contraction == "conv_transpose2d":
-        has_biases = direct_convolution.takes(tensors[0], tensors[1], call.geometry, call.allow_tf32)
-    first = len(chain.biases) if has_biases else 0
-    read += [first <= place < last for place, step in enumerate(chain.steps) if step.has_tensor]
-    return tuple(place for place, each in enumerate([*read, False]) if each)
+    *matrices, first = contraction_of(call.chain).reads(Arguments.of(call, tensors), wanted)
+    steps = call.chain.steps
+    end = max((place for place, step in enumerate(steps, 1) if not step.adds), default=0)  # nor what is added last
+    vectors = [first <= place < end for place, step in enumerate(steps) if step.has_tensor]
+    return tuple(place for place, each in enumerate([*matrices, *vectors]) if each)

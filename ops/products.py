@@ -1,18 +1,20 @@
 """Matrix products of chains, as steps of plans: by the project's kernel or by cuBLAS, and how float32 is split."""
 
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
 from autotune_configs import linear_config
 from ops import precision
+from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LinearSplitConfig, split
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.launch import call
+from triton_kernels.launch import call as do
 from triton_kernels.linear import LinearConfig, linear
 
 Config = LinearConfig | LinearSplitConfig
@@ -60,7 +62,7 @@ def product(
     from triton_kernels.linear_split_hopper import linear_split  # loads Gluon
 
     any_rest = torch.empty(1, dtype=torch.int32, device=input.device)
-    call(zero, any_rest)
+    do(zero, any_rest)
     first, second = (split(operand, config.parts, any_rest) for operand in (input, weight))
     linear_split(first, second, chain, config, operands, **arguments)
     rest = first.scale, second.scale, any_rest
@@ -87,23 +89,18 @@ def affine(
 
     The result is rounded once. Where cuBLAS multiplies, the sum of two biases is rounded too.
     """
-    given = [bias for bias in biases if bias is not None]
+    given: list[Any] = [bias for bias in biases if bias is not None] or [None]
     if precision.multiplies_by_cublas(input, weight.shape[0], *biases):
-        shift = None
-        for bias in given:
-            shift = bias if shift is None else call(torch.add, shift, bias)
+        shift = reduce(partial(do, torch.add), given)
         if shift is not None and precision.cublas_adds_bias(input, weight.shape[0]):
-            return call(addmm, shift, input, weight.T, shape)
-        output = call(mm, input, weight.T, shape)
+            return do(addmm, shift, input, weight.T, shape)
+        output = do(mm, input, weight.T, shape)
         if shift is not None:
-            call(add_to, output, shift)
+            do(add_to, output, shift)
         return output
     output = torch.empty(shape, dtype=input.dtype, device=input.device)
-    if not given:
-        given = [None]
     chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
-    config = product_config(LINEAR, input, weight)
-    product(input, weight, chain, config, given, output=output.view(input.shape[0], weight.shape[0]))
+    product(input, weight, chain, product_config(LINEAR, input, weight), given, output=rows_of(output))
     return output
 
 
@@ -127,8 +124,19 @@ def add_to(output: torch.Tensor, bias: torch.Tensor) -> None:
     output.add_(bias)
 
 
+def gradients(
+    z_gradient: torch.Tensor, given: Arguments, wanted: Arguments
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of a linear layer's input and weight, from the one at its result; each is None where not wanted."""
+    rows, input, weight = rows_of(z_gradient), given.input, given.weight
+    return (
+        multiply(rows, weight, (*z_gradient.shape[:-1], weight.shape[1])) if wanted.input else None,
+        multiply(rows.T, rows_of(input), (rows.shape[1], input.shape[-1])) if wanted.weight else None,
+    )
+
+
 def multiply(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """a @ b in the backward pass, in this shape: cuBLAS's, but in float32 the kernel's where that is faster."""
     if a.dtype == torch.float32 and a.shape[1] > 0 and not precision.multiplies_by_cublas(a, b.shape[1]):
         return affine(a, b.T, (), shape)
-    return call(mm, a, b, shape)
+    return do(mm, a, b, shape)

@@ -12,6 +12,7 @@ import torch
 from ops import functions, plain
 from ops.chain import Chain
 from ops.checks import plain as plain_number
+from ops.convolution import DEFAULTS
 
 
 def _plain(function: Callable[..., torch.Tensor], chains: dict[str, Chain]) -> Callable[..., torch.Tensor]:
@@ -19,7 +20,6 @@ def _plain(function: Callable[..., torch.Tensor], chains: dict[str, Chain]) -> C
     signature = inspect.signature(function)
     parameters = list(signature.parameters)
     defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
-    geometry = [name for name in ("stride", "padding", "output_padding", "groups", "dilation") if name in parameters]
 
     @functools.wraps(function)
     def call(*arguments, **options):
@@ -27,18 +27,13 @@ def _plain(function: Callable[..., torch.Tensor], chains: dict[str, Chain]) -> C
         if len(values) != len(parameters) or len(arguments) > len(parameters):
             signature.bind(*arguments, **options)  # which says what is missing or unknown
         chain = chains[values.get("approximate", "none")]
-        row, numbers = [values["input"], values.get("weight") if chain.contraction else None], []
-        for name in chain.names:
-            if isinstance(name, tuple):
-                numbers.append(tuple([plain_number(values[each]) for each in name]))
-            else:
-                row.append(values[name])
-        if not chain.reduction:
-            row.append(None)
+        numbers = [tuple([plain_number(values[each]) for each in name]) for name in chain.names if type(name) is tuple]
+        tensors = [values[name] for name in chain.names if type(name) is str]
+        weight, bias = values.get("weight") if chain.contraction else None, [] if chain.reduction else [None]
+        row = [values["input"], weight, *tensors, *bias]
         num_groups, eps = plain_number(values.get("num_groups", 1)), plain_number(values.get("eps", 0.0))
-        return plain.apply(
-            chain, row, numbers, num_groups, eps, {each: plain_number(values[each]) for each in geometry}
-        )
+        sizes = {name: plain_number(values[name]) for name in DEFAULTS if name in values}
+        return plain.apply(chain, row, numbers, num_groups, eps, sizes)
 
     call.__doc__ = f"``ops.{function.__name__}`` in plain PyTorch. See :func:`ops.{function.__name__}`."
     return call

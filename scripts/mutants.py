@@ -80,7 +80,8 @@ TESTS = {
     "ops/*conv*.py": [
         f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
     ],
-    "ops/images.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],
+    "ops/contractions.py": CHAINS,
+    "ops/passes.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],
     "ops/plan*.py": ["ops/test_plans.py"],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/products.py": ["ops/test_gemm.py"],

@@ -193,9 +193,9 @@ def test_library_follows_pytorchs_settings(monkeypatch, setting):
     seen = []
 
     def record(function):
-        def call(*arguments):
+        def call(*arguments, **options):
             seen.append(torch.backends.cudnn.deterministic)
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 

@@ -18,6 +18,7 @@ from ops import plans
 from ops.calls import parse
 from tests.compilation import more_spills
 from triton_kernels.pointwise import ADD, GELU, Pointwise
+from triton_kernels.row_minimum import ROW_MINIMUM
 
 
 # The declaration: at most 15 lines.
@@ -233,6 +234,21 @@ def test_a_convolutions_arguments_are_refused():
         CHAIN(*draw(), num_groups=4, stride=2)
 
 
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        ({"contraction": "conv2d"}, "contraction must be one of '', 'linear', 'conv_transpose2d', got 'conv2d'"),
+        ({"norm": "layer_norm"}, "norm must be one of '', 'group_norm', got 'layer_norm'"),
+        ({"contraction": "conv_transpose2d", "norm": ""}, "a chain with a convolution must have a norm"),
+        ({"contraction": "", "reduction": ROW_MINIMUM}, "a reduction must follow a linear layer, got ''"),
+        ({"contraction": "linear", "norm": "", "reduction": ROW_MINIMUM}, "a reduction takes the values of a norm"),
+    ],
+)
+def test_chains_that_there_are_not(parts, message):
+    with pytest.raises(ValueError, match=message):
+        ops.Chain(**parts)
+
+
 def test_other_functions_of_one_name():
     """Compiled graphs and tables know a function by its name. The right one works afterwards."""
     other = replace(SILU, gradient=GELU.gradient)
@@ -310,7 +326,9 @@ def test_compiled_offline(dtype, arch):
         plans.make_forward(parse(text), row, True)
         output = empty(M, N)
         wanted = [((), dtype), ((), dtype), *[((N,), dtype)] * 3, None]
-        plans.make_backward(parse(text), output, [output], row, wanted)
+        read = plans.places_read(parse(text), row, [True] * 5)
+        spread = [each if place in read else None for place, each in enumerate(row)]
+        plans.make_backward(parse(text), output, [output], spread, wanted)
 
     compiled = offline.compile_launches(make_plans, arch)
     product = "linear_split_kernel" if arch == 90 and dtype == torch.float32 else "linear_kernel"

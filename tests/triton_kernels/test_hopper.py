@@ -41,5 +41,5 @@ def test_inputs_that_are_taken_as_they_lie():
         torch.zeros(4, 68, 5, 6, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last),
     ):
         assert not takes_input(refused)
-        copy = direct_convolution._in_channels_last(refused[:, :64])
+        copy = direct_convolution.in_channels_last(refused[:, :64])
         assert takes_input(copy) and torch.equal(copy, refused[:, :64])
