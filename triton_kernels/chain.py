@@ -94,6 +94,11 @@ class Chain:
         return ((ADD,) if self.contraction else ()) + self.before
 
     @cached_property
+    def norm_place(self) -> int:
+        """The number of steps before the norm."""
+        return len(self._first)
+
+    @cached_property
     def steps(self) -> tuple[Pointwise, ...]:
         """All pointwise functions in order: ``biases``, ``activation`` and ``last``."""
         return self._first + self.last

@@ -116,17 +116,15 @@ def convolution_kernel(
     if bias is not None:
         accumulator += tl.load(bias + o, mask=o_inside, other=0.0).to(tl.float32)[None, :]
     if CHAIN is not None:
-        BIASES: tl.constexpr = len(CHAIN.biases)
-        NORM: tl.constexpr = BIASES + len(CHAIN.activation)
         loaded = load_vectors(operands, o[None, :], o_inside[None, :], CHAIN)
-        accumulator = apply_steps(accumulator, loaded, CHAIN, 1, BIASES)
+        accumulator = apply_steps(accumulator, loaded, CHAIN, 1, len(CHAIN.biases))
     values = accumulator.to(output.dtype.element_ty)
     offsets = y.to(tl.int64) * output_strides[2] + x.to(tl.int64) * output_strides[3]
     offsets = offsets[:, None] + (o.to(tl.int64) * output_strides[1])[None, :]
     tl.store(output + sample * output_strides[0] + offsets, values, mask=pixel_inside[:, None] & o_inside[None, :])
     if means is not None:
         count = tl.minimum(out_height * out_width - first, BLOCK_PIXELS)
-        activated = apply_steps(values.to(tl.float32), loaded, CHAIN, BIASES, NORM)
+        activated = apply_steps(values.to(tl.float32), loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
         activated = tl.where(pixel_inside[:, None], activated, 0.0)
         mean = tl.sum(activated, 0) / count
         centred = tl.where(pixel_inside[:, None], activated - mean[None, :], 0.0)
@@ -138,7 +136,7 @@ def convolution_kernel(
 
 def check_statistics(chain: Chain, operands: Sequence[Any]) -> None:
     """Whether a convolution can compute the statistics of the chain's norm: tensors before it have other tiles."""
-    for step, operand in zip(chain.steps[: len(chain.steps) - len(chain.last)], operands, strict=False):
+    for step, operand in zip(chain.steps[: chain.norm_place], operands, strict=False):
         if step.operand == "tensor" and operand is not None:
             raise NotImplementedError(f"statistics of {step.name} with a tensor; image_statistics computes them")
 

@@ -189,10 +189,8 @@ def multiply(
         shift = gl.load(bias + channel, mask=channel < channels, other=0.0).to(gl.float32)
     shift = gl.expand_dims(shift, 1)
     if CHAIN is not None:
-        BIASES: gl.constexpr = len(CHAIN.biases)
-        NORM: gl.constexpr = BIASES + len(CHAIN.activation)
         operands = load_vectors(operands, gl.expand_dims(channel, 1), gl.expand_dims(channel < channels, 1), CHAIN)
-        shift = apply_steps(shift, operands, CHAIN, 1, BIASES)
+        shift = apply_steps(shift, operands, CHAIN, 1, len(CHAIN.biases))
     pixel = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, ACCUMULATOR))
     row, column = pixel // TILING.columns, pixel % TILING.columns
     nothing = slot_sums(by_slot(gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)))
@@ -249,7 +247,9 @@ def multiply(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(staged, [n, y, x, block], box)
         if partials is not None:
-            activated = by_slot(apply_steps(values.to(gl.float32), operands, CHAIN, BIASES, NORM))
+            activated = by_slot(
+                apply_steps(values.to(gl.float32), operands, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
+            )
             if BITS == 16 and rows * columns == PIXELS:
                 more = slot_statistics(activated, None, False)
             else:

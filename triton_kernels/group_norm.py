@@ -98,8 +98,6 @@ def group_norm_kernel(
 ):
     """output = CHAIN of the input; with a reduction, output and saved are this tile's part of it."""
     wait_for_launch_before()
-    BIASES: tl.constexpr = len(CHAIN.biases)
-    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     row = tl.program_id(0) * BLOCK_M
     tile = second_place()
     group = tile * BLOCK_G
@@ -108,8 +106,10 @@ def group_norm_kernel(
     loaded = load_tensors(loaded, offsets, inside, CHAIN)
     z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
     z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
-    normalized, rstd = normalize_tile(apply_steps(z, loaded, CHAIN, BIASES, NORM), real, eps, GROUP_SIZE)
-    y = apply_steps(normalized, loaded, CHAIN, NORM, len(CHAIN.steps))
+    y = apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
+    if CHAIN.norm != "":
+        normalized, rstd = normalize_tile(y, real, eps, GROUP_SIZE)
+        y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
     if CHAIN.reduction is not None:
         row = tl.where(group < num_groups, row, M)  # past the last group there is no tile to store
         CHAIN.reduction.store(y, normalized, rstd, real, row, group, tile, M, output, saved, indices, GROUP_SIZE)
@@ -142,8 +142,6 @@ def group_norm_backward_kernel(
     2018): da = rstd * (dx - mean(dx) - x * mean(dx * x)), with means over each group.
     """
     wait_for_launch_before()
-    BIASES: tl.constexpr = len(CHAIN.biases)
-    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     chunk = tl.program_id(0)
     group = second_place() * BLOCK_G
     input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
@@ -161,19 +159,23 @@ def group_norm_backward_kernel(
         z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
         z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
         dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-        normalized, rstd = normalize_tile(apply_steps(z, loaded, CHAIN, BIASES, NORM), real, eps, GROUP_SIZE)
-        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, NORM, len(CHAIN.steps))
-        mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
-        projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
-        dz = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)
-        dz, of_activation = steps_gradient(dz, z, loaded, CHAIN, BIASES, NORM)
+        of_last = ()
+        if CHAIN.norm != "":
+            normalized, rstd = normalize_tile(
+                apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place), real, eps, GROUP_SIZE
+            )
+            dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
+            mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
+            projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
+            dy = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)
+        dz, of_activation = steps_gradient(dy, z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
         tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
         input_sum += tl.where(inside, dz, 0.0)
         sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, KINDS)
     columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
     place = chunk.to(tl.int64) * (num_groups * GROUP_SIZE) + columns
-    for i in tl.static_range(BIASES):
+    for i in tl.static_range(len(CHAIN.biases)):
         store_sums(bias_sums[i], place, tl.sum(input_sum, 0), real)
     store_gradients(sums, targets, place, real, KINDS)
 

@@ -70,19 +70,19 @@ def apply_kernel(
 ):
     """output = CHAIN of the input; one tile per program."""
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
-    END: tl.constexpr = len(CHAIN.steps)
     place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
     c, real = channels_of_tile(place, channels, BLOCK_C)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
     values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
-    values = apply_steps(values, loaded, CHAIN, 0, NORM)
+    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     mean, rstd = load_groups(statistics, place, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     # Of each of these loads, only what is used is compiled. Used at once, it takes fewer registers.
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
     normalized = (values - mean) * rstd
-    store_tile(output, OUTPUT_UNITS, place, inside, apply_steps(normalized, loaded, CHAIN, NORM, END))
+    store_tile(
+        output, OUTPUT_UNITS, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
+    )
 
 
 @triton.jit
@@ -134,8 +134,6 @@ def last_sums_kernel(
 ):
     """A strip's part of the gradients of the operands from the norm on. A strip is STRIP tiles of BLOCK_S pixels."""
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
-    END: tl.constexpr = len(CHAIN.steps)
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     c, real = channels_of_tile(corner, channels, BLOCK_C)
@@ -147,10 +145,10 @@ def last_sums_kernel(
         inside = is_inside(real, pixel, pixels, BLOCK_S)
         loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
         values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
-        normalized = (apply_steps(values, loaded, CHAIN, 0, NORM) - mean) * rstd
+        normalized = (apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
-        y = apply_steps(normalized, loaded, CHAIN, NORM, NORM + 2)
-        dy, of_after = steps_gradient(dy, y, loaded, CHAIN, NORM + 2, END)
+        y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, CHAIN.norm_place + 2)
+        dy, of_after = steps_gradient(dy, y, loaded, CHAIN, CHAIN.norm_place + 2, len(CHAIN.steps))
         gradients = (dy * normalized, dy) + of_after
         sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
     store_channel_sums(sums, targets, channels, c, real, KINDS)
@@ -226,8 +224,6 @@ def apply_backward_kernel(
     da = rstd * (dx - mean(dx) - x * mean(dx * x)), with means over each group.
     """
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
-    END: tl.constexpr = len(CHAIN.steps)
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     c, real = channels_of_tile(corner, channels, BLOCK_C)
@@ -240,11 +236,11 @@ def apply_backward_kernel(
         inside = is_inside(real, pixel, pixels, BLOCK_S)
         loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
         z = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
-        normalized = (apply_steps(z, loaded, CHAIN, 0, NORM) - mean) * rstd
+        normalized = (apply_steps(z, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
-        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, NORM, END)
+        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
         dz = rstd * (dx - gradient_mean - normalized * projection)
-        dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, NORM)
+        dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, CHAIN.norm_place)
         sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
         store_tile(input_gradient, RESULT_UNITS, place, inside, STORED(dz, None))
     store_channel_sums(sums, targets, channels, c, real, KINDS)
@@ -301,7 +297,7 @@ def empty_sums(
     itself, where that is float32. The norm's are always needed. A tensor's gradient is written as it is.
     """
     B, C, S = input.shape
-    strips, norm = config.strips(S), len(chain.steps) - len(chain.last)
+    strips, norm = config.strips(S), chain.norm_place
     sums = list(gradients)
     for place, step in enumerate(chain.steps):
         if step.operand == "vector" and (sums[place] is not None or place in (norm, norm + 1)):
@@ -333,7 +329,7 @@ def _targets(
     chain: Chain, operands: Sequence[Any], sums: Sequence[torch.Tensor | None], places: range
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Where a kernel stores the gradients that ``steps_gradient`` returns for some steps, and what they are."""
-    norm = len(chain.steps) - len(chain.last)
+    norm = chain.norm_place
     kept = [
         (chain.steps[place].operand, sums[place])
         for place in places
@@ -370,7 +366,7 @@ def image_group_norm_backward(
     num_groups = statistics.shape[1] // B
     group_size = C // num_groups
     strips = config.strips(S)
-    norm = len(chain.steps) - len(chain.last)
+    norm = chain.norm_place
     weight_sums, shift_sums = sums[norm : norm + 2]
     last_targets, last_options = _targets(chain, operands, sums, range(norm, len(chain.steps)))
     targets, target_options = _targets(chain, operands, sums, range(norm))

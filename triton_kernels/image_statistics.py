@@ -56,7 +56,6 @@ def partial_statistics_kernel(
 ):
     """Mean and M2 of what CHAIN's norm takes, over the pixels of a tile, for each channel or FOLD neighbouring ones."""
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
     ROWS: tl.constexpr = BLOCK_C // FOLD
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
@@ -64,7 +63,7 @@ def partial_statistics_kernel(
     inside = is_inside(real, place[2], pixels, BLOCK_S)
     values = load_tile(input, UNITS, place, inside).to(tl.float32)
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
-    values = apply_steps(values, loaded, CHAIN, 0, NORM)
+    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     values = tl.reshape(values, (ROWS, FOLD * BLOCK_S))
     inside = tl.reshape(inside, values.shape)
     count = tl.minimum(pixels - place[2], BLOCK_S) * FOLD
