@@ -54,7 +54,7 @@ class SplitOperand:
 
 @dataclass(frozen=True)
 class LinearSplitConfig:
-    """Tiles of ``linear_split_hopper`` for operands of 1 or 2 parts; GROUP_M as in ``LinearConfig``."""
+    """Tiles of ``linear_split_hopper`` for operands of 1 or 2 parts; ``group_m`` as in ``LinearConfig``."""
 
     parts: int
     block_m: int = 128

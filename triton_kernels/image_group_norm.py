@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient
-from triton_kernels.column_sums import add_up, float32_partials, store_sums
-from triton_kernels.grid import blocks_of, grid_of
+from triton_kernels.column_sums import add_up, store_sums
 from triton_kernels.image_statistics import merged_blocks
 from triton_kernels.image_tiles import (
     ImageNormConfig,
@@ -22,13 +21,12 @@ from triton_kernels.image_tiles import (
     channels_of_tile,
     image_operands,
     is_inside,
+    launch_tiles,
     load_columns,
     load_images,
     load_tile,
     place_of_program,
-    size_unit,
     store_tile,
-    tile_options,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
@@ -54,10 +52,10 @@ def apply_kernel(
     operands,  # of the chain's steps
     output,  # an image
     statistics,  # mean and rstd: [B * G]
+    num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
-    num_groups,
     INPUT_UNITS: tl.constexpr,
     OPERAND_UNITS: tl.constexpr,
     OUTPUT_UNITS: tl.constexpr,
@@ -115,10 +113,10 @@ def last_sums_kernel(
     operands,  # of the chain's steps
     statistics,  # mean and rstd: [B * G]
     targets,  # of the gradients of the norm's weight and bias and of the operands after it: [B, strips, C], or an image
+    num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
-    num_groups,
     GRADIENT_UNITS: tl.constexpr,
     INPUT_UNITS: tl.constexpr,
     OPERAND_UNITS: tl.constexpr,
@@ -199,10 +197,10 @@ def apply_backward_kernel(
     input_gradient,  # an image
     statistics,  # mean, rstd, projection and gradient_mean: [B * G]
     targets,  # of the gradients of the operands before the norm: [B, strips, C], or an image
+    num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
-    num_groups,
     GRADIENT_UNITS: tl.constexpr,
     INPUT_UNITS: tl.constexpr,
     OPERAND_UNITS: tl.constexpr,
@@ -263,28 +261,24 @@ def image_group_norm(
         return
     B, C, S = input.shape
     num_groups = statistics.shape[1] // B
-    tiles = config.tiles(S)
     image, input_units = as_image(input)
     operands, operand_units = image_operands(chain, operands)
     result, output_units = as_image(output)
-    launch(
+    launch_tiles(
         apply_kernel,
-        grid_of(B * tiles, blocks_of(C, config.block_c)),
-        input.device,
+        input,
+        config.tiles(S),
+        config,
         image,
         operands,
         result,
         statistics.unbind(),
-        C,
-        S // size_unit(S),
-        tiles,
         num_groups,
         INPUT_UNITS=input_units,
         OPERAND_UNITS=operand_units,
         OUTPUT_UNITS=output_units,
         CHAIN=chain,
         GROUP_SIZE=C // num_groups,
-        **tile_options(C, S, config),
     )
 
 
@@ -297,12 +291,13 @@ def empty_sums(
     itself, where that is float32. The norm's are always needed. A tensor's gradient is written as it is.
     """
     B, C, S = input.shape
-    strips, norm = config.strips(S), chain.norm_place
+    shape, norm = (B, config.strips(S), C), chain.norm_place
     sums = list(gradients)
-    for place, step in enumerate(chain.steps):
-        if step.operand == "vector" and (sums[place] is not None or place in (norm, norm + 1)):
-            (partial,) = float32_partials(sums[place : place + 1], B * strips, C, input.device)
-            sums[place] = partial.view(B, strips, C)
+    for place, (step, gradient) in enumerate(zip(chain.steps, gradients, strict=True)):
+        if step.operand == "vector" and (gradient is not None or place in (norm, norm + 1)):
+            is_sum = shape[:2] == (1, 1) and gradient is not None and gradient.dtype == torch.float32
+            memory = gradient if is_sum else torch.empty(shape, dtype=torch.float32, device=input.device)
+            sums[place] = memory.view(shape)
     return sums
 
 
@@ -375,28 +370,25 @@ def image_group_norm_backward(
     (gradient, gradient_units), (image, input_units) = as_image(output_gradient), as_image(input)
     result, result_units = as_image(input_gradient)
     operands, operand_units = image_operands(chain, operands)
-    # What both passes over the images share.
-    grid = grid_of(B * strips, blocks_of(C, config.block_c))
-    sizes = (C, S // size_unit(S), strips, num_groups)
-    options = {
+    options = {  # of both passes over the images
         "GRADIENT_UNITS": gradient_units,
         "INPUT_UNITS": input_units,
         "OPERAND_UNITS": operand_units,
         "CHAIN": chain,
         "GROUP_SIZE": group_size,
         "STRIP": config.strip,
-        **tile_options(C, S, config),
     }
-    launch(
+    launch_tiles(
         last_sums_kernel,
-        grid,
-        input.device,
+        input,
+        strips,
+        config,
         gradient,
         image,
         operands,
         statistics.unbind(),
         last_targets,
-        *sizes,
+        num_groups,
         **last_options,
         **options,
     )
@@ -416,17 +408,18 @@ def image_group_norm_backward(
         BLOCK_T=block_t,
         BLOCK_C=block_c,
     )
-    launch(
+    launch_tiles(
         apply_backward_kernel,
-        grid,
-        input.device,
+        input,
+        strips,
+        config,
         gradient,
         image,
         operands,
         result,
         (*statistics.unbind(), *means),
         targets,
-        *sizes,
+        num_groups,
         RESULT_UNITS=result_units,
         STORED=stored,
         **target_options,

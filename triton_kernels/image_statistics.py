@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, apply_steps
-from triton_kernels.grid import blocks_of, grid_of, next_power_of_2
+from triton_kernels.grid import next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.image_tiles import (
     CONTIGUOUS,
@@ -24,13 +24,12 @@ from triton_kernels.image_tiles import (
     channels_of_tile,
     image_operands,
     is_inside,
+    launch_tiles,
     layout_of,
     load_columns,
     load_images,
     load_tile,
     place_of_program,
-    size_unit,
-    tile_options,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 
@@ -202,22 +201,19 @@ def image_statistics(
     partials = PartialStatistics.empty(B, tiles, C // fold, input.device)
     image, units = as_image(input)
     operands, operand_units = image_operands(chain, operands)
-    launch(
+    launch_tiles(
         partial_statistics_kernel,
-        grid_of(B * tiles, blocks_of(C, config.block_c)),
-        input.device,
+        input,
+        tiles,
+        config,
         image,
         operands,
         partials.counts,
         partials.means,
         partials.m2s,
-        C,
-        S // size_unit(S),
-        tiles,
         UNITS=units,
         OPERAND_UNITS=operand_units,
         CHAIN=chain,
         FOLD=fold,
-        **tile_options(C, S, config),
     )
     return partials.merge(num_groups, S * fold, eps)

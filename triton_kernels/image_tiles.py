@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, load_vectors
-from triton_kernels.grid import blocks_of, next_power_of_2, second_place
+from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
+from triton_kernels.launch import launch
 
 #: Tiles of images with fewer pixels have all of them, and many channels.
 _FEW_PIXELS = 16
@@ -173,13 +174,35 @@ def image_operands(chain: Chain, operands: Sequence[Any]) -> tuple[tuple[Any, ..
     return as_images([step.operand for step in chain.steps], operands)
 
 
-def tile_options(channels: int, pixels: int, config: ImageNormConfig) -> dict[str, Any]:
-    """What ``launch`` takes for all kernels here. Indices are of 64 bits where a tile may end beyond 2**31."""
-    return {
-        "config": config,
-        "PIXEL_UNIT": size_unit(pixels),
-        "INDEX": tl.int32 if max(channels, pixels) < 2**30 else tl.int64,
-        "BLOCK_C": config.block_c,
-        "BLOCK_S": config.block_s,
-        "num_warps": config.num_warps,
-    }
+def launch_tiles(
+    kernel: triton.runtime.JITFunction,
+    image: torch.Tensor,
+    parts: int,
+    config: ImageNormConfig,
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """Launch a kernel whose programs take BLOCK_C channels of one of ``parts`` of a sample of ``image`` [B, C, S].
+
+    The arguments that say so are added. Indices are of 64 bits where a tile may end beyond 2**31.
+    """
+    if image.numel() == 0:
+        return
+    B, C, S = image.shape
+    unit = size_unit(S)
+    launch(
+        kernel,
+        grid_of(B * parts, blocks_of(C, config.block_c)),
+        image.device,
+        *arguments,
+        C,
+        S // unit,
+        parts,
+        **options,
+        PIXEL_UNIT=unit,
+        INDEX=tl.int32 if max(C, S) < 2**30 else tl.int64,
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        config=config,
+        num_warps=config.num_warps,
+    )

@@ -27,7 +27,7 @@ from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.linear import tile_place
+from triton_kernels.linear import tile_count, tile_place
 from triton_kernels.versions import HAS_ASYNC_LOAD
 
 async_load = tma.async_load if HAS_ASYNC_LOAD else tma.async_copy_global_to_shared
@@ -79,10 +79,9 @@ def copy_in(
     STAGES: gl.constexpr = CONFIG.stages
     input_tiles, weight_tiles = memory
     ready, empty = barriers
-    tiles = gl.cdiv(M, CONFIG.block_m) * gl.cdiv(N, CONFIG.block_n)
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = tile_place(tile, M, N, CONFIG.block_m, CONFIG.block_n, CONFIG.group_m)
+    for tile in range(gl.program_id(0), tile_count(M, N, CONFIG), gl.num_programs(0)):
+        row, column = tile_place(tile, M, N, CONFIG)
         for depth in range(0, K, CONFIG.block_k):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
@@ -124,10 +123,9 @@ def multiply(
     ready, empty = barriers
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = tile_place(tile, M, N, BLOCK_M, BLOCK_N, CONFIG.group_m)
+    for tile in range(gl.program_id(0), tile_count(M, N, CONFIG), gl.num_programs(0)):
+        row, column = tile_place(tile, M, N, CONFIG)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
         if PARTS == 2:
             mixed = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
