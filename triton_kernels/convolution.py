@@ -13,12 +13,10 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, apply_steps, load_vectors
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.launch import launch, wait_for_launch_before
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def convolution_kernel(
         row = tl.cast(tap, tl.int64) * out_channels + o
         mask = o_inside[:, None] & (c < in_channels)[None, :]
         b = tl.load(weight + row[:, None] * in_channels + c[None, :], mask=mask, other=0.0)
-        if _INTERPRETED:
+        if IN_INTERPRETER:
             a, b = a.to(tl.float32), b.to(tl.float32)
         accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
     if bias is not None:

@@ -7,11 +7,14 @@ from contextvars import ContextVar
 
 import torch
 import triton
+import triton.language as tl
 
 from triton_kernels.interpreter import repair_interpreter
 
 #: True where TRITON_INTERPRET=1 was set before triton was imported. Kernels then run on CPU tensors, in numpy.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+#: The same for kernels.
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
 if INTERPRETED:
     repair_interpreter()
 

@@ -11,10 +11,8 @@
 import triton
 import triton.language as tl
 
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.group_statistics import normalize_groups
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def widen(values):
     Triton would move a cast behind the exchange with the threads that use the values. That exchanges fewer bytes, but
     each thread then converts a quarter of the columns. Triton does not move inline assembly.
     """
-    if _INTERPRETED or values.dtype == tl.float32:
+    if IN_INTERPRETER or values.dtype == tl.float32:
         return values.to(tl.float32)
     CONVERSION: tl.constexpr = (
         "{ .reg .b16 zero; mov.b16 zero, 0; mov.b32 $0, {zero, $1}; }"

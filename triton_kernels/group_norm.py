@@ -75,13 +75,6 @@ def place_tile(
 
 
 @triton.jit
-def normalize_tile(values, real, eps, GROUP_SIZE: tl.constexpr):
-    """``normalize_groups``, with a mask only where groups are padded."""
-    padding = None if values.shape[2] == GROUP_SIZE else real
-    return normalize_groups(values, padding, eps, GROUP_SIZE)
-
-
-@triton.jit
 def group_norm_kernel(
     input,  # [M, C]
     operands,  # of the chain's steps
@@ -108,7 +101,7 @@ def group_norm_kernel(
     z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
     y = apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
     if CHAIN.norm != "":
-        normalized, rstd = normalize_tile(y, real, eps, GROUP_SIZE)
+        normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
         y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
     if CHAIN.reduction is not None:
         row = tl.where(group < num_groups, row, M)  # past the last group there is no tile to store
@@ -161,9 +154,8 @@ def group_norm_backward_kernel(
         dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
         of_last = ()
         if CHAIN.norm != "":
-            normalized, rstd = normalize_tile(
-                apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place), real, eps, GROUP_SIZE
-            )
+            y = apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
+            normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
             dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
             mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
             projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
@@ -242,27 +234,26 @@ def group_norm_backward(
     M, C = input.shape
     group_size = C // num_groups
     chunks = blocks_of(M, config.rows_per_program)
-    targets = chain.targets(operands, gradients, chunks)
-    if chunks:
-        launch(
-            group_norm_backward_kernel,
-            grid_of(chunks, column_tiles(C, group_size, config)),
-            input.device,
-            output_gradient,
-            input,
-            tuple(operands),
-            input_gradient,
-            targets.bias_sums,
-            targets.others,
-            M,
-            num_groups,
-            eps,
-            config.rows_per_program,
-            CHAIN=chain,
-            KINDS=targets.kinds,
-            GROUP_SIZE=group_size,
-            **config.blocks(group_size),
-            config=config,
-            num_warps=config.num_warps,
-        )
-    add_up(targets.partials, gradients)
+    bias_sums, targets, kinds, partials = chain.targets(operands, gradients, chunks)
+    launch(
+        group_norm_backward_kernel,
+        grid_of(chunks, column_tiles(C, group_size, config)),
+        input.device,
+        output_gradient,
+        input,
+        tuple(operands),
+        input_gradient,
+        bias_sums,
+        targets,
+        M,
+        num_groups,
+        eps,
+        config.rows_per_program,
+        CHAIN=chain,
+        KINDS=kinds,
+        GROUP_SIZE=group_size,
+        **config.blocks(group_size),
+        config=config,
+        num_warps=config.num_warps,
+    )
+    add_up(partials, gradients)

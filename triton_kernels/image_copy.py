@@ -10,7 +10,6 @@ import triton.language as tl
 from triton_kernels.image_tiles import (
     ImageNormConfig,
     as_image,
-    channels_of_tile,
     is_inside,
     launch_tiles,
     load_tile,
@@ -50,8 +49,7 @@ def copy_kernel(
 ):
     """target = TRANSFORM(source) and rest = source - target; one tile per program."""
     wait_for_launch_before()
-    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(place, channels, BLOCK_C)
+    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
     values = load_tile(source, SOURCE_UNITS, place, inside)
     copied = TRANSFORM(values, None).to(target[0].dtype.element_ty)

@@ -18,7 +18,6 @@ from triton_kernels.image_tiles import (
     ImageNormConfig,
     as_image,
     as_images,
-    channels_of_tile,
     image_operands,
     is_inside,
     launch_tiles,
@@ -68,8 +67,7 @@ def apply_kernel(
 ):
     """output = CHAIN of the input; one tile per program."""
     wait_for_launch_before()
-    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(place, channels, BLOCK_C)
+    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
     values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
@@ -133,8 +131,7 @@ def last_sums_kernel(
     """A strip's part of the gradients of the operands from the norm on. A strip is STRIP tiles of BLOCK_S pixels."""
     wait_for_launch_before()
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(corner, channels, BLOCK_C)
+    corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     mean, rstd = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     vectors = load_columns(operands, c, real, CHAIN)
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
@@ -223,8 +220,7 @@ def apply_backward_kernel(
     """
     wait_for_launch_before()
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(corner, channels, BLOCK_C)
+    corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     mean, rstd, projection, gradient_mean = groups
     vectors = load_columns(operands, c, real, CHAIN)
@@ -295,9 +291,10 @@ def empty_sums(
     sums = list(gradients)
     for place, (step, gradient) in enumerate(zip(chain.steps, gradients, strict=True)):
         if step.operand == "vector" and (gradient is not None or place in (norm, norm + 1)):
-            is_sum = shape[:2] == (1, 1) and gradient is not None and gradient.dtype == torch.float32
-            memory = gradient if is_sum else torch.empty(shape, dtype=torch.float32, device=input.device)
-            sums[place] = memory.view(shape)
+            if gradient is not None and gradient.dtype == torch.float32 and shape[:2] == (1, 1):
+                sums[place] = gradient.view(shape)
+            else:
+                sums[place] = torch.empty(shape, dtype=torch.float32, device=input.device)
     return sums
 
 

@@ -21,7 +21,6 @@ from triton_kernels.image_tiles import (
     CONTIGUOUS,
     ImageNormConfig,
     as_image,
-    channels_of_tile,
     image_operands,
     is_inside,
     launch_tiles,
@@ -57,8 +56,7 @@ def partial_statistics_kernel(
     wait_for_launch_before()
     ROWS: tl.constexpr = BLOCK_C // FOLD
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(place, channels, BLOCK_C)
+    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], pixels, BLOCK_S)
     values = load_tile(input, UNITS, place, inside).to(tl.float32)
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)

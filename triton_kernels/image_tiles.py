@@ -68,17 +68,13 @@ def layout_of(image: torch.Tensor) -> str:
 
 
 @triton.jit
-def place_of_program(parts, LENGTH: tl.constexpr, BLOCK_C: tl.constexpr, INDEX: tl.constexpr):
-    """The corner (sample, channel, pixel) of this program's LENGTH pixels, one of ``parts`` of a sample."""
+def place_of_program(channels, parts, LENGTH: tl.constexpr, BLOCK_C: tl.constexpr, INDEX: tl.constexpr):
+    """This program's LENGTH pixels, one of ``parts`` of a sample: their corner (sample, channel, pixel), their channels
+    [BLOCK_C], and which of these are real."""
     pixel = (tl.program_id(0) % parts).to(INDEX) * LENGTH
-    return tl.program_id(0) // parts, second_place().to(INDEX) * BLOCK_C, pixel
-
-
-@triton.jit
-def channels_of_tile(place, channels, BLOCK_C: tl.constexpr):
-    """The channels of a tile [BLOCK_C], and which of them are real."""
-    c = place[1] + tl.arange(0, BLOCK_C)
-    return c, c < channels
+    corner = (tl.program_id(0) // parts, second_place().to(INDEX) * BLOCK_C, pixel)
+    c = corner[1] + tl.arange(0, BLOCK_C)
+    return corner, c, c < channels
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.chain import Chain
-from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count
+from triton_kernels.device import IN_INTERPRETER, has_tensor_descriptors, multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.grid import blocks_of, indices
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -18,8 +18,6 @@ from triton_kernels.launch import launch, wait_for_launch_before
 #: float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-#: Triton's interpreter would multiply the bit patterns of bfloat16 numbers, so there operands are converted first.
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def multiply_tile(
     for step in range(steps):
         a = LOAD_INPUT(input, row, step * CONFIG.block_k, M, K, BLOCK_M, CONFIG.block_k)
         b = LOAD_WEIGHT(weight, column, step * CONFIG.block_k, N, K, BLOCK_N, CONFIG.block_k)
-        if _INTERPRETED:
+        if IN_INTERPRETER:  # which would multiply the bit patterns of bfloat16 numbers
             a, b = a.to(tl.float32), b.to(tl.float32)
         accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
     return accumulator

@@ -16,15 +16,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from triton_kernels.device import INTERPRETED
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
+from triton_kernels.device import IN_INTERPRETER
 
 
 @triton.jit
 def power_of_two(exponent):
     """2**exponent, or 0 where that is subnormal: one instruction. ``tl.exp2`` takes four, to handle subnormals."""
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return tl.exp2(exponent)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
@@ -34,7 +32,7 @@ def power_of_two(exponent):
 @triton.jit
 def exponential(value):
     """exp(value) by way of a power of two, as ``tl.exp`` on a GPU; 0 where that is subnormal."""
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return tl.exp(value)
     return power_of_two(value * 1.4426950408889634)
 
@@ -42,7 +40,7 @@ def exponential(value):
 @triton.jit
 def reciprocal(value):
     """1 / value to the last digit, for normal numbers and infinity: one instruction. A division takes eight."""
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return 1.0 / value
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
@@ -57,7 +55,7 @@ def rounded_product(value, factor):
     and subtracting it must leave 0. A fused product would leave its rounding error there: noise, which the norm makes
     316 times as large.
     """
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return value * factor
     return tl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [value, factor], dtype=tl.float32, is_pure=True, pack=1

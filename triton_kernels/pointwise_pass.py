@@ -27,6 +27,6 @@ def pointwise_backward(
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
     """Gradients of ``pointwise``, as those of ``group_norm``."""
-    options = {"input_gradient": input_gradient, "gradients": gradients}
     if C := input.shape[1]:
-        group_norm_backward(output_gradient, input, C, chain, operands, 0.0, _CONFIG, **options)
+        arguments = (output_gradient, input, C, chain, operands, 0.0, _CONFIG)
+        group_norm_backward(*arguments, input_gradient=input_gradient, gradients=gradients)

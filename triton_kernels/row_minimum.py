@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Reduction
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
-from triton_kernels.group_statistics import load_affine
 from triton_kernels.launch import launch, wait_for_launch_before
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
 
 
@@ -55,7 +53,7 @@ def bit_mask(condition):
     ``either`` of it.
     """
     mask = tl.where(condition, -1, 0)
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return mask
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -174,8 +172,13 @@ def finish_kernel(
             group_column = tl.load(tile_group + offset, mask=row_inside, other=0) * GROUP_SIZE
             # With a bias and no weight, the compiler rounds the tile's values once less than here. Of two values that
             # are one rounding apart, this may find the other one.
-            weight, shift = load_affine(norm_weight, norm_bias, group_column[:, None] + members[None, :], member_inside)
-            keys = tl.where(member_inside, ordered_key(normalized * weight + shift), _LAST)
+            affine = group_column[:, None] + members[None, :]
+            y = normalized
+            if norm_weight is not None:
+                y *= tl.load(norm_weight + affine, mask=member_inside, other=0.0).to(tl.float32)
+            if norm_bias is not None:
+                y += tl.load(norm_bias + affine, mask=member_inside, other=0.0).to(tl.float32)
+            keys = tl.where(member_inside, ordered_key(y), _LAST)
             found = member_inside & (keys == tl.min(keys, 1)[:, None])
             member = tl.min(tl.where(found, members[None, :], _LAST), 1)
             tl.store(winner_column + rows, group_column + member, mask=row_inside)

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 
 from triton_kernels.column_sums import add_up, empty_partials, store_sums
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.launch import call, launch, wait_for_launch_before
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
 
 #: Up to this many rows, counting takes less time than PyTorch's sort: 8 us against 39 us at 1024 (H200).
@@ -140,7 +139,7 @@ def add_product(total, coefficients, values):
     two."""
     if values.dtype == tl.float32:
         total = tl.dot(coefficients, values, total, input_precision="tf32x3")
-    elif _INTERPRETED:
+    elif IN_INTERPRETER:
         total = tl.dot(coefficients, values.to(tl.float32), total)
     else:
         high = coefficients.to(values.dtype)
