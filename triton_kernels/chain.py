@@ -95,7 +95,6 @@ class Chain:
 
     @cached_property
     def norm_place(self) -> int:
-        """The number of steps before the norm."""
         return len(self._first)
 
     @cached_property

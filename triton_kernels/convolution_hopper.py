@@ -49,6 +49,7 @@ from triton_kernels.convolution_tiling import (
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_convolutions, takes_input
+from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import call, launch, wait_for_launch_before
@@ -297,7 +298,6 @@ def convolution_kernel(
     BITS: gl.constexpr = input.dtype.primitive_bitwidth
     STEP: gl.constexpr = weight.block_shape[1]
     ROW: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BOX_ROWS: gl.constexpr = STAGES * (TILING.rows + TILING.halo)
     boxes = gl.allocate_shared_memory(input.dtype, [BOX_ROWS, TILING.columns, STEP], ROW)
     weights = gl.allocate_shared_memory(input.dtype, [TAPS, 64, STEP], ROW)
@@ -307,18 +307,8 @@ def convolution_kernel(
         results = gl.allocate_shared_memory(staged.dtype, [PIXELS, 64], ROW)
     else:
         results = gl.allocate_shared_memory(staged.dtype, [64, PIXELS], gl.NVMMASharedLayout(64, BITS, 2))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    weights_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # to multiply
-    hands = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # to stage results
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(turns.index(consumer), count=1)
-        mbarrier.init(hands.index(consumer), count=1)
-    mbarrier.init(weights_ready, count=1)
+    ready, empty, weights_ready = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(1, 1).index(0)
+    turns, hands = new_barriers(2, 1), new_barriers(2, 1)  # to multiply, and to stage results
     fence_async_shared()
     memory = (boxes, weights, results)
     barriers = (ready, empty, weights_ready, turns, hands)

@@ -53,7 +53,6 @@ class Tiling:
         return blocks_of(height, self.rows), blocks_of(width, self.columns)
 
     def covered(self, height: int, width: int) -> int:
-        """The number of pixels of all tiles of an image."""
         return math.prod(self.tiles(height, width)) * self.pixels
 
 

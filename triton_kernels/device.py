@@ -63,7 +63,6 @@ def device_name(device: torch.device) -> str:
 
 
 def shared_memory_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
     device = meant(device)
     if device.type == "cuda":
         return _cuda_properties(device.index).shared_memory_per_block_optin
@@ -80,5 +79,5 @@ def architecture(device: torch.device) -> int:
 
 
 def has_tensor_descriptors(device: torch.device) -> bool:
-    """Whether the hardware has TMA for tensor descriptors: compute capability 9.0 and up."""
+    """Whether the hardware has TMA for tensor descriptors."""
     return architecture(device) >= 90

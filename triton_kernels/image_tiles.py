@@ -151,7 +151,6 @@ Image = tuple[torch.Tensor, tuple[int, ...]]
 
 
 def as_image(tensor: torch.Tensor) -> tuple[Image, tuple[int, ...]]:
-    """An image for kernels, and its UNITS."""
     strides, units = strides_in_units(tensor.stride())
     return (tensor, strides), units
 

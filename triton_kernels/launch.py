@@ -99,7 +99,6 @@ def noted_in(notes: Notes | None) -> Iterator[None]:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to ``device`` as it is."""
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 

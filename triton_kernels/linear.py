@@ -38,12 +38,10 @@ class LinearConfig:
 
     @property
     def epilogue_columns(self) -> int:
-        """Columns that the epilogue sees at a time."""
         return self.block_n // self.epilogue_strips
 
     @property
     def stored_columns(self) -> int:
-        """Columns that are stored at a time."""
         return self.epilogue_columns // self.store_strips
 
     def holds_groups_of(self, group_size: int) -> bool:
@@ -98,7 +96,6 @@ def store_descriptor(target, place, tile):
 
 @triton.jit
 def halves(tile):
-    """The first and the second half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 

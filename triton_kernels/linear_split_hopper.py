@@ -26,6 +26,7 @@ from triton_kernels.device import multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
 from triton_kernels.grid import blocks_of
+from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import tile_count, tile_place
 from triton_kernels.versions import HAS_ASYNC_LOAD
@@ -197,17 +198,11 @@ def linear_split_kernel(
     wait_for_launch_before()
     STAGES: gl.constexpr = CONFIG.stages
     BUFFERS: gl.constexpr = CONFIG.stages * CONFIG.parts
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     input_tiles = gl.allocate_shared_memory(input.dtype, [BUFFERS] + input.block_shape, input.layout)
     weight_tiles = gl.allocate_shared_memory(weight.dtype, [BUFFERS] + weight.block_shape, weight.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
     memory = (input_tiles, weight_tiles)
-    barriers = (ready, empty)
     inputs, weights = (input, input_low), (weight, weight_low)
     # fmt: off
     gl.warp_specialize(

@@ -36,7 +36,6 @@ def key_value(key):
 
 @triton.jit
 def lesser(a, b):
-    """The lesser of two numbers, or NaN where one of them is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -220,8 +219,6 @@ def finish(
     """
     tiles, M = keys.shape
     C = output.shape[0]
-    if M == 0:
-        return
     block_group = next_power_of_2(group_size)
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128

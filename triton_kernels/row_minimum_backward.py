@@ -23,42 +23,6 @@ _OUTPUT_GRADIENT_PROGRAMS = 256
 
 
 @triton.jit
-def add_up_output_gradient(
-    program,
-    output_gradient,
-    column_stride,
-    row_stride,
-    row_partials,
-    column_partials,
-    M,
-    C,
-    shares,
-    rows_per_program,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias.
-
-    They are in float64, which costs no time beside the memory traffic. A minimum's gradient is one long sum, and all
-    that follows has its error.
-    """
-    share = program % shares
-    column_block = program // shares
-    columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
-    column_inside = columns < C
-    source = output_gradient + columns.to(tl.int64)[:, None] * column_stride
-    total = tl.zeros((BLOCK_C,), tl.float64)
-    first_row = share * rows_per_program
-    for first in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
-        rows = first + tl.arange(0, BLOCK_M)
-        inside = column_inside[:, None] & (rows < M)[None, :]
-        values = tl.load(source + rows.to(tl.int64)[None, :] * row_stride, mask=inside, other=0.0).to(tl.float64)
-        total += tl.sum(values, 1)
-        tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
-    store_sums(column_partials, share.to(tl.int64) * C + columns, total.to(tl.float32), column_inside)
-
-
-@triton.jit
 def winner_backward_kernel(
     row_partials,  # [blocks, M] float64: sums of the output's gradient over blocks of its columns
     column,  # [M]: where the minimum was found
@@ -148,40 +112,6 @@ def add_product(total, coefficients, values):
     return total
 
 
-@triton.jit
-def rank_rows(
-    program,
-    column,
-    order,
-    offsets,
-    M,
-    num_groups,
-    row_programs,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_OTHERS: tl.constexpr,
-):
-    """order[rank of m] = m, offsets[g] = number of rows in groups before g. Found by counting, in one pass."""
-    ranks_rows = program < row_programs
-    mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
-    my_group = mine
-    my_row = tl.zeros((BLOCK,), tl.int32)
-    if ranks_rows:
-        my_group = tl.load(column + mine, mask=mine < M, other=0) // GROUP_SIZE
-        my_row = mine
-    count = tl.zeros((BLOCK, BLOCK_OTHERS), tl.int32)
-    for start in range(0, M, BLOCK_OTHERS):
-        others = start + tl.arange(0, BLOCK_OTHERS)
-        group = tl.load(column + others, mask=others < M, other=_LAST) // GROUP_SIZE
-        in_group = (group[None, :] == my_group[:, None]) & (others[None, :] < my_row[:, None])
-        count += ((group[None, :] < my_group[:, None]) | in_group).to(tl.int32)
-    rank = tl.sum(count, 1)
-    if ranks_rows:
-        tl.store(order + rank, mine, mask=mine < M)
-    else:
-        tl.store(offsets + mine, rank, mask=mine <= num_groups)
-
-
 @triton.jit(do_not_specialize=["shares", "sum_programs", "row_programs"])  # these go with the batch
 def sums_and_ranks_kernel(
     output_gradient,  # [C, M], any strides
@@ -206,20 +136,51 @@ def sums_and_ranks_kernel(
     BLOCK_OTHERS: tl.constexpr,
 ):
     """Sums of the output's gradient, and the order of the rows. They are independent, and a second launch would take
-    4 us."""
+    4 us.
+
+    The first programs take the output's gradient in one pass: they sum over the columns for the minimum, and over the
+    rows for the bias. They do so in float64, which costs no time beside the memory traffic. A minimum's gradient is one
+    long sum, and all that follows has its error.
+
+    The others count, in one pass: order[rank of m] = m, offsets[g] = number of rows in groups before g.
+    """
     wait_for_launch_before()
     program = tl.program_id(0)
-    # fmt: off
     if program < sum_programs:
-        add_up_output_gradient(
-            program, output_gradient, column_stride, row_stride, row_partials, column_partials, M, C, shares,
-            rows_per_program, BLOCK_M, BLOCK_C,
-        )
+        share = program % shares
+        column_block = program // shares
+        columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
+        column_inside = columns < C
+        source = output_gradient + columns.to(tl.int64)[:, None] * column_stride
+        total = tl.zeros((BLOCK_C,), tl.float64)
+        first_row = share * rows_per_program
+        for first in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
+            rows = first + tl.arange(0, BLOCK_M)
+            inside = column_inside[:, None] & (rows < M)[None, :]
+            values = tl.load(source + rows.to(tl.int64)[None, :] * row_stride, mask=inside, other=0.0).to(tl.float64)
+            total += tl.sum(values, 1)
+            tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
+        store_sums(column_partials, share.to(tl.int64) * C + columns, total.to(tl.float32), column_inside)
     else:
-        rank_rows(
-            program - sum_programs, column, order, offsets, M, num_groups, row_programs, GROUP_SIZE, BLOCK, BLOCK_OTHERS
-        )
-    # fmt: on
+        program -= sum_programs
+        ranks_rows = program < row_programs
+        mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
+        my_group = mine
+        my_row = tl.zeros((BLOCK,), tl.int32)
+        if ranks_rows:
+            my_group = tl.load(column + mine, mask=mine < M, other=0) // GROUP_SIZE
+            my_row = mine
+        count = tl.zeros((BLOCK, BLOCK_OTHERS), tl.int32)
+        for start in range(0, M, BLOCK_OTHERS):
+            others = start + tl.arange(0, BLOCK_OTHERS)
+            group = tl.load(column + others, mask=others < M, other=_LAST) // GROUP_SIZE
+            in_group = (group[None, :] == my_group[:, None]) & (others[None, :] < my_row[:, None])
+            count += ((group[None, :] < my_group[:, None]) | in_group).to(tl.int32)
+        rank = tl.sum(count, 1)
+        if ranks_rows:
+            tl.store(order + rank, mine, mask=mine < M)
+        else:
+            tl.store(offsets + mine, rank, mask=mine <= num_groups)
 
 
 @triton.jit
@@ -350,32 +311,31 @@ def sums_and_order(
         rank_programs = row_programs + blocks_of(num_groups + 1, block)
     else:
         order, offsets = call(_sorted_rows, column, num_groups, group_size)
-    if programs := sum_programs + rank_programs:
-        launch(
-            sums_and_ranks_kernel,
-            (programs,),
-            device,
-            output_gradient,
-            *output_gradient.stride(),
-            row_partials,
-            *column_partials,
-            column,
-            order,
-            offsets,
-            M,
-            C,
-            max(1, shares),
-            rows_per_program,
-            sum_programs,
-            num_groups,
-            row_programs,
-            GROUP_SIZE=group_size,
-            BLOCK_M=block_m,
-            BLOCK_C=block_c,
-            BLOCK=block,
-            BLOCK_OTHERS=128,
-            num_warps=4,
-        )
+    launch(
+        sums_and_ranks_kernel,
+        (sum_programs + rank_programs,),
+        device,
+        output_gradient,
+        *output_gradient.stride(),
+        row_partials,
+        *column_partials,
+        column,
+        order,
+        offsets,
+        M,
+        C,
+        max(1, shares),
+        rows_per_program,
+        sum_programs,
+        num_groups,
+        row_programs,
+        GROUP_SIZE=group_size,
+        BLOCK_M=block_m,
+        BLOCK_C=block_c,
+        BLOCK=block,
+        BLOCK_OTHERS=128,
+        num_warps=4,
+    )
     add_up(column_partials, (bias_gradient,))
     return row_partials, order, offsets
 
@@ -393,8 +353,6 @@ def winner_backward(
     column, rstd, normalized = winner
     M = column.numel()
     minimum_gradient, z_gradient = torch.empty_like(rstd), torch.empty_like(normalized)
-    if M == 0:
-        return minimum_gradient, z_gradient
     block_group = next_power_of_2(group_size)
     block_m = max(1, min(8, 2048 // block_group))
     blocks = row_partials.shape[0]
@@ -423,9 +381,7 @@ def winner_backward(
 def input_gradient(z_gradient, column, order, weight, output) -> None:
     """output [M, K] = each row's z_gradient [group_size] @ the winning group's rows of weight [N, K] (any strides)."""
     M, K = output.shape
-    if M == 0 or K == 0:
-        return
-    block_k = min(1024, next_power_of_2(K))
+    block_k = min(1024, next_power_of_2(max(1, K)))
     launch(
         input_gradient_kernel,
         grid_of(M, blocks_of(K, block_k)),
@@ -446,8 +402,6 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     """output [N, K] = by group, the sum over rows of z_gradient's outer product with input [M, K] (any strides)."""
     group_size = z_gradient.shape[1]
     N, K = output.shape
-    if K == 0:
-        return
     block_group = max(16, next_power_of_2(group_size))
     block_k = max(16, min(4096 // block_group, next_power_of_2(K)))
     launch(
