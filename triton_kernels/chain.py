@@ -183,11 +183,11 @@ def add_gradients(sums, gradients, targets, offsets, inside, KINDS: tl.constexpr
 
 
 @triton.jit
-def store_gradients(sums, targets, place, real, KINDS: tl.constexpr):
-    """Store the sums over the rows of a program's tiles at ``place``."""
+def store_gradients(sums, targets, place, real, AXIS: tl.constexpr, KINDS: tl.constexpr):
+    """Store the sums over an axis of a program's tiles at ``place``."""
     for i in tl.static_range(len(KINDS)):
         if KINDS[i] == "vector":
-            store_sums(targets[i], place, tl.reshape(tl.sum(sums[i], 0), place.shape), real)
+            store_sums(targets[i], place, tl.reshape(tl.sum(sums[i], AXIS), place.shape), real)
 
 
 @triton.jit

@@ -27,10 +27,6 @@ class StrideOneConvolution:
     dilation: tuple[int, int]
     shift: tuple[int, int]
 
-    @property
-    def taps(self) -> int:
-        return self.kernel_size[0] * self.kernel_size[1]
-
 
 @dataclass(frozen=True)
 class ConvolutionConfig:

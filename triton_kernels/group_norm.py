@@ -169,7 +169,7 @@ def group_norm_backward_kernel(
     place = chunk.to(tl.int64) * (num_groups * GROUP_SIZE) + columns
     for i in tl.static_range(len(CHAIN.biases)):
         store_sums(bias_sums[i], place, tl.sum(input_sum, 0), real)
-    store_gradients(sums, targets, place, real, KINDS)
+    store_gradients(sums, targets, place, real, 0, KINDS)
 
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient
-from triton_kernels.column_sums import add_up, store_sums
+from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient, store_gradients
+from triton_kernels.column_sums import add_up
 from triton_kernels.image_statistics import merged_blocks
 from triton_kernels.image_tiles import (
     ImageNormConfig,
@@ -96,15 +96,6 @@ def add_gradients(sums, gradients, targets, UNITS: tl.constexpr, place, inside, 
 
 
 @triton.jit
-def store_channel_sums(sums, targets, channels, c, real, KINDS: tl.constexpr):
-    """Store the sums over the pixels of a program's tiles."""
-    place = tl.program_id(0).to(tl.int64) * channels + c
-    for i in tl.static_range(len(KINDS)):
-        if KINDS[i] == "vector":
-            store_sums(targets[i], place, tl.sum(sums[i], 1), real)
-
-
-@triton.jit
 def last_sums_kernel(
     output_gradient,  # an image
     input,  # an image
@@ -146,7 +137,7 @@ def last_sums_kernel(
         dy, of_after = steps_gradient(dy, y, loaded, CHAIN, CHAIN.norm_place + 2, len(CHAIN.steps))
         gradients = (dy * normalized, dy) + of_after
         sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
-    store_channel_sums(sums, targets, channels, c, real, KINDS)
+    store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
 @triton.jit
@@ -237,7 +228,7 @@ def apply_backward_kernel(
         dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, CHAIN.norm_place)
         sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
         store_tile(input_gradient, RESULT_UNITS, place, inside, STORED(dz, None))
-    store_channel_sums(sums, targets, channels, c, real, KINDS)
+    store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
 def image_group_norm(

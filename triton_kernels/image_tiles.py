@@ -100,7 +100,6 @@ def tile_of_image(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr
 
 @triton.jit
 def load_tile(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr = 0):
-    """The tile of an image, 0 where it is not inside."""
     return tl.load(tile_of_image(image, UNITS, place, inside, FIRST), mask=inside, other=0.0)
 
 
@@ -165,7 +164,6 @@ def as_images(kinds: Sequence[str], values: Sequence[Any]) -> tuple[tuple[Any, .
 
 
 def image_operands(chain: Chain, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """``as_images`` of a chain's operands."""
     return as_images([step.operand for step in chain.steps], operands)
 
 

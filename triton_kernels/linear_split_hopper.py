@@ -55,11 +55,7 @@ def store_registers(target, place, tile):
 
 @gluon.jit
 def copy_tile(operand, row, depth, tile, barrier, DEPTH_FIRST: gl.constexpr):
-    """Copy an operand's tile at (row, depth) into shared memory."""
-    if DEPTH_FIRST:
-        async_load(operand, [depth, row], barrier, tile)
-    else:
-        async_load(operand, [row, depth], barrier, tile)
+    async_load(operand, [depth, row] if DEPTH_FIRST else [row, depth], barrier, tile)
 
 
 @gluon.jit
@@ -226,7 +222,6 @@ def _is_depth_first(part: torch.Tensor) -> bool:
 
 
 def _descriptor(part: torch.Tensor | None, block_rows: int, block_depth: int) -> TensorDescriptor | None:
-    """A descriptor of an operand's tiles, in its memory order."""
     if part is None:
         return None
     if _is_depth_first(part):

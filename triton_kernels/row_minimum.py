@@ -40,11 +40,6 @@ def lesser(a, b):
 
 
 @triton.jit
-def bits_of(value):
-    return value.to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def bit_mask(condition):
     """All bits set where the condition holds, else none, in a register.
 
@@ -101,8 +96,9 @@ def store_row_minimum(
         found = (group_least == tl.expand_dims(least, 1)) | (group_least != group_least)  # a NaN is the least
         winner = tl.min(tl.where(found, INDICES(GROUPS)[None, :], GROUPS), 1)
         of_winner = bit_mask(INDICES(GROUPS)[None, :] == winner[:, None])
-        winner_rstd = tl.reduce(bits_of(rstd) & of_winner, 1, either)
-        winner_normalized = tl.reduce(bits_of(normalized) & tl.expand_dims(of_winner, 2), 1, either)
+        winner_rstd = tl.reduce(rstd.to(tl.int32, bitcast=True) & of_winner, 1, either)
+        group_bits = normalized.to(tl.int32, bitcast=True) & tl.expand_dims(of_winner, 2)
+        winner_normalized = tl.reduce(group_bits, 1, either)
         tl.store(saved_group + offset, group + winner, mask=row_inside)
         tl.store(saved_rstd + offset, winner_rstd.to(tl.float32, bitcast=True), mask=row_inside)
         matrix_rows = (row + INDICES(ROWS))[:, None]

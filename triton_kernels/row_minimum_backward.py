@@ -62,11 +62,8 @@ def winner_backward_kernel(
     projection = gradient * tl.sum(tl.where(is_winner, values, 0.0), 1) / GROUP_SIZE
     scattered = tl.where(is_winner, gradient[:, None], 0.0)
     scale = tl.load(rstd + rows, mask=row_inside, other=0.0)
-    tl.store(
-        z_gradient + offset,
-        scale[:, None] * (scattered - mean[:, None] - values * projection[:, None]),
-        mask=inside,
-    )
+    z = scale[:, None] * (scattered - mean[:, None] - values * projection[:, None])
+    tl.store(z_gradient + offset, z, mask=inside)
 
 
 @triton.jit
@@ -91,9 +88,8 @@ def input_gradient_kernel(
     for member in range(GROUP_SIZE):
         coefficient = tl.load(z_gradient + row * GROUP_SIZE + member)
         source = weight + (first + member).to(tl.int64) * weight_row_stride
-        total += coefficient * tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0).to(
-            tl.float32
-        )
+        values = tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0)
+        total += coefficient * values.to(tl.float32)
     tl.store(output + row * K + k, total.to(output.dtype.element_ty), mask=k < K)
 
 
@@ -247,9 +243,8 @@ def column_gradients_kernel(
     wait_for_launch_before()
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
-    bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
-    norm_weight_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
-    norm_bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
+    zeros = tl.zeros((BLOCK_GROUP,), tl.float64)
+    bias_sum, norm_weight_sum, norm_bias_sum = zeros, zeros, zeros
     end = tl.load(offsets + group + 1)
     for first in range(tl.load(offsets + group), end, BLOCK_M):
         places = first + tl.arange(0, BLOCK_M)
@@ -264,8 +259,7 @@ def column_gradients_kernel(
         values = tl.load(normalized + offset, mask=inside, other=0.0)
         norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
         norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
-    target = group * GROUP_SIZE + members
-    member_inside = members < GROUP_SIZE
+    target, member_inside = group * GROUP_SIZE + members, members < GROUP_SIZE
     # There is no conversion from float64 to 16 bits.
     for i in tl.static_range(len(bias_gradients)):
         store_sums(bias_gradients[i], target, bias_sum.to(tl.float32), member_inside)
@@ -353,9 +347,8 @@ def winner_backward(
     column, rstd, normalized = winner
     M = column.numel()
     minimum_gradient, z_gradient = torch.empty_like(rstd), torch.empty_like(normalized)
-    block_group = next_power_of_2(group_size)
+    block_group, blocks = next_power_of_2(group_size), row_partials.shape[0]
     block_m = max(1, min(8, 2048 // block_group))
-    blocks = row_partials.shape[0]
     launch(
         winner_backward_kernel,
         (blocks_of(M, block_m),),

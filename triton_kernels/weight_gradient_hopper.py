@@ -326,7 +326,7 @@ def supports(
         and input.dtype == gradient.dtype
         and input.dtype in (torch.bfloat16, torch.float16)
         and all(1 <= size <= 3 for size in kernel_size)
-        and _taps(kernel_size, dilation, config).stages >= 2
+        and Taps(kernel_size, dilation, config.columns, config.stages).stages >= 2
         and all(
             t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(3) == 1 and all(s % 8 == 0 for s in t.stride()[:3])
             for t in (input, gradient)
@@ -370,7 +370,7 @@ def convolution_weight_gradient(
         if not accumulate:
             call(_zero, partials)
         return
-    taps = _taps(kernel_size, dilation, config)
+    taps = Taps(kernel_size, dilation, config.columns, config.stages)
     if _gradient_is_fixed(input.shape, gradient.shape, config):
         fixed, shifted, fixed_first, shifted_first = gradient, input, gradient_first, input_first
     else:
@@ -427,11 +427,6 @@ def by_taps(
         sums = sums.flip(0, 1)
     sums = sums.reshape(*kernel_size, gradient_blocks * _CHANNELS, input_blocks * _CHANNELS)
     return sums[:, :, : gradient_shape[3], : input_shape[3]]
-
-
-@functools.lru_cache
-def _taps(kernel_size: tuple[int, int], dilation: tuple[int, int], config: WeightGradientConfig) -> Taps:
-    return Taps(kernel_size, dilation, config.columns, config.stages)
 
 
 def _gradient_is_fixed(
