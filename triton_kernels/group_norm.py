@@ -2,7 +2,8 @@
 
 Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G,
 BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. CHAIN is all that is done with them;
-the product's bias is among its operands only where it is not in the values yet.
+the product's bias is among its operands only where it is not in the values yet. Of a CHAIN without a norm, a column is
+a group.
 """
 
 from collections.abc import Sequence
@@ -95,11 +96,9 @@ def group_norm_kernel(
     tile = second_place()
     group = tile * BLOCK_G
     columns, real, offsets, inside = place_tile(row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP)
-    loaded = load_vectors(operands, columns, real, CHAIN)
-    loaded = load_tensors(loaded, offsets, inside, CHAIN)
-    z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
-    z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
-    y = apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
+    loaded = load_tensors(load_vectors(operands, columns, real, CHAIN), offsets, inside, CHAIN)
+    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    y = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     if CHAIN.norm != "":
         normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
         y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
