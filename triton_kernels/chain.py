@@ -94,6 +94,10 @@ class Chain:
         return ((ADD,) if self.contraction else ()) + self.before
 
     @cached_property
+    def norm_place(self) -> int:
+        return len(self._first)
+
+    @cached_property
     def steps(self) -> tuple[Pointwise, ...]:
         """All pointwise functions in order: ``biases``, ``activation`` and ``last``."""
         return self._first + self.last
@@ -120,26 +124,30 @@ class Chain:
         names += [self.reduction.name] if self.reduction else []
         return "_".join([self.contraction, *(filter(None, names) if any(names) else ["bias"])]).strip("_")
 
-    def targets(self, operands: Sequence[Any], gradients: Sequence[torch.Tensor | None], chunks: int) -> "Targets":
-        """Where a kernel that takes rows in ``chunks`` stores the gradients of the operands, None where not wanted."""
+    def targets(self, operands: Sequence[Any], gradients: Sequence[torch.Tensor | None], chunks: int):
+        """Where a kernel that takes rows in ``chunks`` stores the gradients of the operands, None where not wanted.
+
+        Returns one for each of the chain's biases, one for each other operand that is a tensor, what these are, and
+        one for each step, for ``add_up``. Sums over rows are [chunks, C]; a tensor's gradient has its shape.
+        """
         biases = len(self.biases)
         vectors = [
             gradient if step.operand == "vector" else None for step, gradient in zip(self.steps, gradients, strict=True)
         ]
         sums = empty_partials(vectors, chunks)
+        stored = sums[:biases]
         if chunks > 1:  # the gradients of all biases are the same sums, which are stored once
-            first = next((each for each in sums[:biases] if each is not None), None)
-            sums[:biases] = [None if each is None else first for each in sums[:biases]]
+            first = next((each for each in stored if each is not None), None)
+            sums[:biases] = [None if each is None else first for each in stored]
+            stored = [each if each is first else None for each in stored]
         partials = [gradient if each is None else each for each, gradient in zip(sums, gradients, strict=True)]
         after = [
             (step.operand, partial)
             for step, operand, partial in list(zip(self.steps, operands, partials, strict=True))[biases:]
             if step.adds or (step.has_tensor and operand is not None)
         ]
-        stored = [
-            None if any(each is other for other in sums[:place]) else each for place, each in enumerate(sums[:biases])
-        ]
-        return Targets(tuple(stored), tuple(each for _, each in after), tuple(kind for kind, _ in after), partials)
+        others, kinds = tuple(each for _, each in after), tuple(kind for kind, _ in after)
+        return tuple(stored), others, kinds, partials
 
 
 #: All chains of this process by the names of their kernels, the first one where only their biases differ.
@@ -149,20 +157,6 @@ _chains: dict[str, Chain] = {}
 def chain_of(kernel: str) -> Chain | None:
     """A chain whose product's kernel has this name, or None where this process has made none."""
     return _chains.get(kernel)
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Arguments of a backward kernel, and what ``add_up`` takes after it.
-
-    ``bias_sums`` has an entry for each of the chain's biases, ``others`` for each other operand that is a tensor, and
-    ``kinds`` says of these what they are. Sums over rows are [chunks, C]; a tensor's gradient has its shape.
-    """
-
-    bias_sums: tuple[torch.Tensor | None, ...]
-    others: tuple[torch.Tensor | None, ...]
-    kinds: tuple[str, ...]
-    partials: list[torch.Tensor | None]
 
 
 @triton.jit
@@ -189,11 +183,11 @@ def add_gradients(sums, gradients, targets, offsets, inside, KINDS: tl.constexpr
 
 
 @triton.jit
-def store_gradients(sums, targets, place, real, KINDS: tl.constexpr):
-    """Store the sums over the rows of a program's tiles at ``place``."""
+def store_gradients(sums, targets, place, real, AXIS: tl.constexpr, KINDS: tl.constexpr):
+    """Store the sums over an axis of a program's tiles at ``place``."""
     for i in tl.static_range(len(KINDS)):
         if KINDS[i] == "vector":
-            store_sums(targets[i], place, tl.reshape(tl.sum(sums[i], 0), place.shape), real)
+            store_sums(targets[i], place, tl.reshape(tl.sum(sums[i], AXIS), place.shape), real)
 
 
 @triton.jit

@@ -61,19 +61,6 @@ def empty_partials(vectors: Sequence[torch.Tensor | None], chunks: int) -> list[
     ]
 
 
-def float32_partials(
-    vectors: Sequence[torch.Tensor | None], chunks: int, C: int, device: torch.device
-) -> list[torch.Tensor]:
-    """As ``empty_partials``, for sums that are also read before: [chunks, C] in float32 for every vector, and for
-    None."""
-    return [
-        vector
-        if chunks == 1 and vector is not None and vector.dtype == torch.float32
-        else torch.empty(chunks, C, dtype=torch.float32, device=device)
-        for vector in vectors
-    ]
-
-
 def add_up(partials: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
     """Add the partial sums up: each of ``outputs`` becomes the sum over the chunks of its ``partials``.
 

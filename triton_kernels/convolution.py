@@ -13,12 +13,10 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, apply_steps, load_vectors
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.launch import launch, wait_for_launch_before
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,6 @@ class StrideOneConvolution:
     kernel_size: tuple[int, int]
     dilation: tuple[int, int]
     shift: tuple[int, int]
-
-    @property
-    def taps(self) -> int:
-        return self.kernel_size[0] * self.kernel_size[1]
 
 
 @dataclass(frozen=True)
@@ -110,23 +104,21 @@ def convolution_kernel(
         row = tl.cast(tap, tl.int64) * out_channels + o
         mask = o_inside[:, None] & (c < in_channels)[None, :]
         b = tl.load(weight + row[:, None] * in_channels + c[None, :], mask=mask, other=0.0)
-        if _INTERPRETED:
+        if IN_INTERPRETER:
             a, b = a.to(tl.float32), b.to(tl.float32)
         accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
     if bias is not None:
         accumulator += tl.load(bias + o, mask=o_inside, other=0.0).to(tl.float32)[None, :]
     if CHAIN is not None:
-        BIASES: tl.constexpr = len(CHAIN.biases)
-        NORM: tl.constexpr = BIASES + len(CHAIN.activation)
         loaded = load_vectors(operands, o[None, :], o_inside[None, :], CHAIN)
-        accumulator = apply_steps(accumulator, loaded, CHAIN, 1, BIASES)
+        accumulator = apply_steps(accumulator, loaded, CHAIN, 1, len(CHAIN.biases))
     values = accumulator.to(output.dtype.element_ty)
     offsets = y.to(tl.int64) * output_strides[2] + x.to(tl.int64) * output_strides[3]
     offsets = offsets[:, None] + (o.to(tl.int64) * output_strides[1])[None, :]
     tl.store(output + sample * output_strides[0] + offsets, values, mask=pixel_inside[:, None] & o_inside[None, :])
     if means is not None:
         count = tl.minimum(out_height * out_width - first, BLOCK_PIXELS)
-        activated = apply_steps(values.to(tl.float32), loaded, CHAIN, BIASES, NORM)
+        activated = apply_steps(values.to(tl.float32), loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
         activated = tl.where(pixel_inside[:, None], activated, 0.0)
         mean = tl.sum(activated, 0) / count
         centred = tl.where(pixel_inside[:, None], activated - mean[None, :], 0.0)
@@ -138,7 +130,7 @@ def convolution_kernel(
 
 def check_statistics(chain: Chain, operands: Sequence[Any]) -> None:
     """Whether a convolution can compute the statistics of the chain's norm: tensors before it have other tiles."""
-    for step, operand in zip(chain.steps[: len(chain.steps) - len(chain.last)], operands, strict=False):
+    for step, operand in zip(chain.steps[: chain.norm_place], operands, strict=False):
         if step.operand == "tensor" and operand is not None:
             raise NotImplementedError(f"statistics of {step.name} with a tensor; image_statistics computes them")
 

@@ -18,7 +18,6 @@ bytes, 1024 bytes).
 Each thread keeps its own statistics (``slot_statistics``) from tile to tile of a sample.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,16 +38,16 @@ from triton_kernels.chain import Chain, apply_steps, load_vectors
 from triton_kernels.convolution import StrideOneConvolution, check_statistics
 from triton_kernels.convolution_tiling import (
     CHANNELS,
+    ROW_BYTES,
     WIDEST_HALO,
-    channels_a_step,
     columns_of,
-    is_staged,
     tiling_for,
     tiling_of,
 )
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_convolutions, takes_input
+from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import call, launch, wait_for_launch_before
@@ -63,23 +62,20 @@ from triton_kernels.slot_statistics import (
 from triton_kernels.tf32 import round_to_tf32
 
 
-def _is_one_run(image: torch.Tensor) -> bool:
-    """Whether an image's pixels have one constant distance, across rows too."""
-    return image.stride(2) == image.stride(3) * image.shape[3]
-
-
 def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> bool:
     """Whether ``convolution_hopper`` takes it: architecture, dtypes, alignment, weights that fit into shared memory.
 
-    TMA must be able to copy the channels_last input, and an output in 16 bits too.
+    TMA must be able to copy the channels_last input, and an output in 16 bits too. The pixels of one in 32 bits must
+    have one constant distance, across rows too.
     """
+    is_one_run = output.stride(2) == output.stride(3) * output.shape[3]
     if not (
         runs_hopper_convolutions(input.device)
         and input.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and input.dtype == output.dtype
         and 0 not in (input.numel(), output.numel())
         and takes_input(input)
-        and (is_copyable(output) if output.element_size() == 2 else _is_one_run(output))
+        and (is_copyable(output) if output.element_size() == 2 else is_one_run)
     ):
         return False
     # Not cached: torch.compile asks with a symbolic number of channels too, which is no key.
@@ -189,10 +185,8 @@ def multiply(
         shift = gl.load(bias + channel, mask=channel < channels, other=0.0).to(gl.float32)
     shift = gl.expand_dims(shift, 1)
     if CHAIN is not None:
-        BIASES: gl.constexpr = len(CHAIN.biases)
-        NORM: gl.constexpr = BIASES + len(CHAIN.activation)
         operands = load_vectors(operands, gl.expand_dims(channel, 1), gl.expand_dims(channel < channels, 1), CHAIN)
-        shift = apply_steps(shift, operands, CHAIN, 1, BIASES)
+        shift = apply_steps(shift, operands, CHAIN, 1, len(CHAIN.biases))
     pixel = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, ACCUMULATOR))
     row, column = pixel // TILING.columns, pixel % TILING.columns
     nothing = slot_sums(by_slot(gl.zeros((64, PIXELS), gl.float32, layout=ACCUMULATOR)))
@@ -249,7 +243,9 @@ def multiply(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(staged, [n, y, x, block], box)
         if partials is not None:
-            activated = by_slot(apply_steps(values.to(gl.float32), operands, CHAIN, BIASES, NORM))
+            activated = by_slot(
+                apply_steps(values.to(gl.float32), operands, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
+            )
             if BITS == 16 and rows * columns == PIXELS:
                 more = slot_statistics(activated, None, False)
             else:
@@ -297,7 +293,6 @@ def convolution_kernel(
     BITS: gl.constexpr = input.dtype.primitive_bitwidth
     STEP: gl.constexpr = weight.block_shape[1]
     ROW: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BOX_ROWS: gl.constexpr = STAGES * (TILING.rows + TILING.halo)
     boxes = gl.allocate_shared_memory(input.dtype, [BOX_ROWS, TILING.columns, STEP], ROW)
     weights = gl.allocate_shared_memory(input.dtype, [TAPS, 64, STEP], ROW)
@@ -307,18 +302,8 @@ def convolution_kernel(
         results = gl.allocate_shared_memory(staged.dtype, [PIXELS, 64], ROW)
     else:
         results = gl.allocate_shared_memory(staged.dtype, [64, PIXELS], gl.NVMMASharedLayout(64, BITS, 2))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    weights_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # to multiply
-    hands = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # to stage results
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(turns.index(consumer), count=1)
-        mbarrier.init(hands.index(consumer), count=1)
-    mbarrier.init(weights_ready, count=1)
+    ready, empty, weights_ready = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(1, 1).index(0)
+    turns, hands = new_barriers(2, 1), new_barriers(2, 1)  # to multiply, and to stage results
     fence_async_shared()
     memory = (boxes, weights, results)
     barriers = (ready, empty, weights_ready, turns, hands)
@@ -341,11 +326,6 @@ def convolution_kernel(
     # fmt: on
 
 
-@functools.cache
-def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle, bits, rank)
-
-
 def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> TensorDescriptor:
     """A descriptor of boxes of ``channels`` and ``rows`` x ``columns`` pixels, in a channels_last or a contiguous
     image."""
@@ -353,7 +333,7 @@ def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> 
         view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, channels], 128
     else:
         view, box, swizzle = image.permute(0, 2, 1, 3), [1, rows, channels, columns], 64
-    layout = _layout(swizzle, image.element_size() * 8, 4)
+    layout = gl.NVMMASharedLayout(swizzle, image.element_size() * 8, 4)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), box, layout)
 
 
@@ -407,21 +387,25 @@ def convolution_hopper(
     N, channels, height, width = output.shape
     places = *tiling.tiles(height, width), blocks_of(channels, CHANNELS)
     tiles = N * math.prod(places)
-    step = channels_a_step(input)
+    step = ROW_BYTES // input.element_size()
     packed = call(_packed, weight, step)
     sample_stride, channel_stride, _, pixel_stride = output.stride()
     strides, units = strides_in_units((sample_stride, channel_stride, pixel_stride))
+    # 16-bit results are stored by TMA from shared memory. In float32 that takes no longer without: each thread of the
+    # consumers stores its own, 32 bytes of a row, or of neighbouring channels, at a time.
+    is_staged = output.element_size() == 2
+    staged = _descriptor(output, tiling.rows, tiling.columns, CHANNELS) if is_staged else None
     launch(
         convolution_kernel,
         (min(tiles, _programs(output)),),
         input.device,
         _descriptor(input, tiling.rows, tiling.columns, step),
         _descriptor(input, tiling.halo_rows, tiling.columns, step),
-        TensorDescriptor.from_tensor(packed, [CHANNELS, step], _layout(128, 8 * input.element_size(), 2)),
+        TensorDescriptor.from_tensor(packed, [CHANNELS, step], gl.NVMMASharedLayout(128, 8 * input.element_size(), 2)),
         bias,
         output,
         strides,
-        _descriptor(output, tiling.rows, tiling.columns, CHANNELS) if is_staged(output) else None,
+        staged,
         None if partials is None else (partials.counts, partials.means, partials.m2s),
         tuple(operands),
         tiles,

@@ -1,7 +1,6 @@
 """The tiles of ``convolution_hopper``: as large as fits into shared memory with the weights. This does not import
 Gluon."""
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from triton_kernels.hopper import is_channels_last
 #: Output channels of a tile.
 CHANNELS = 64
 #: Bytes of a pixel in a box: a swizzled row of shared memory. A step has as many input channels.
-_ROW_BYTES = 128
+ROW_BYTES = 128
 #: Image rows of a halo that are copied at a time.
 _HALO_ROWS = 2
 #: The widest halo.
@@ -49,25 +48,10 @@ class Tiling:
         return self.rows * self.columns
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
-        """The number of tiles along the height and the width of an image."""
         return blocks_of(height, self.rows), blocks_of(width, self.columns)
 
     def covered(self, height: int, width: int) -> int:
-        """The number of pixels of all tiles of an image."""
         return math.prod(self.tiles(height, width)) * self.pixels
-
-
-def channels_a_step(input: torch.Tensor) -> int:
-    """The number of input channels of a step."""
-    return _ROW_BYTES // input.element_size()
-
-
-def is_staged(output: torch.Tensor) -> bool:
-    """Whether results are stored by TMA from shared memory. Otherwise each thread of the consumers stores its own.
-
-    For float32 that takes no longer: threads store 32 bytes of a row, or of neighbouring channels, at a time.
-    """
-    return output.element_size() == 2
 
 
 def columns_of(output: torch.Tensor) -> int:
@@ -80,33 +64,20 @@ def tiling_of(pixels: int, columns: int, channels: int, element_size: int, convo
     rows = pixels // columns
     (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
     halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
-    steps = blocks_of(channels, _ROW_BYTES // element_size)
-    weights = convolution.taps * steps * CHANNELS * _ROW_BYTES
+    steps = blocks_of(channels, ROW_BYTES // element_size)
+    weights = tap_rows * tap_columns * steps * CHANNELS * ROW_BYTES
     results = pixels * CHANNELS * 2 if element_size == 2 else 0
-    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * _ROW_BYTES)
+    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * ROW_BYTES)
     stages = min(stages, _MOST_STAGES)
     return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
-
-
-@functools.lru_cache
-def _best_tiling(
-    columns: int,
-    channels: int,
-    element_size: int,
-    out_size: tuple[int, int],
-    convolution: StrideOneConvolution,
-    statistics: bool,
-) -> Tiling:
-    """Tiles of 128 pixels, or larger ones where the epilogue makes that faster."""
-    small, large = (tiling_of(pixels, columns, channels, element_size, convolution) for pixels in (128, 256))
-    # Without statistics an epilogue is short. float32 results are not staged, and spill registers.
-    pays = statistics and columns == 8 and element_size == 2 and large.stages >= 2
-    return large if pays and large.covered(*out_size) <= _MOST_WASTE * small.covered(*out_size) else small
 
 
 def tiling_for(
     input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution, statistics: bool
 ) -> Tiling:
-    """The tiles of a convolution, whose epilogue computes statistics or has little to do."""
-    out_size = tuple(output.shape[2:])
-    return _best_tiling(columns_of(output), input.shape[1], input.element_size(), out_size, convolution, statistics)
+    """Tiles of 128 pixels, or larger ones where the epilogue, which may compute statistics, makes that faster."""
+    columns, element_size, out_size = columns_of(output), input.element_size(), output.shape[2:]
+    small, large = (tiling_of(pixels, columns, input.shape[1], element_size, convolution) for pixels in (128, 256))
+    # Without statistics an epilogue is short. float32 results are not staged, and spill registers.
+    pays = statistics and columns == 8 and element_size == 2 and large.stages >= 2
+    return large if pays and large.covered(*out_size) <= _MOST_WASTE * small.covered(*out_size) else small

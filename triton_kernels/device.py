@@ -2,47 +2,44 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 import triton
+import triton.language as tl
 
 from triton_kernels.interpreter import repair_interpreter
 
 #: True where TRITON_INTERPRET=1 was set before triton was imported. Kernels then run on CPU tensors, in numpy.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+#: The same for kernels.
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
 if INTERPRETED:
     repair_interpreter()
 
 #: Persistent kernels launch at most this many programs in the interpreter: so few that each of them loops.
 _INTERPRETED_MULTIPROCESSORS = 3
-
-
 #: Bytes of shared memory one block may use, by architecture (CUDA C++ Programming Guide, compute capabilities).
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 
 
-class _Thread(threading.local):
-    device: torch.device | None = None
-
-
-_thread = _Thread()
+_meant: ContextVar[torch.device | None] = ContextVar("_meant", default=None)
 
 
 @contextlib.contextmanager
 def standing_for(device: torch.device | None) -> Iterator[None]:
     """Within this context, this thread's tensors of the "meta" device stand for ones on ``device``, or for none."""
-    before, _thread.device = _thread.device, device
+    before = _meant.set(device)
     try:
         yield
     finally:
-        _thread.device = before
+        _meant.reset(before)
 
 
 def meant(device: torch.device) -> torch.device:
     """The device, or the one that "meta" stands for."""
-    return _thread.device if device.type == "meta" and _thread.device is not None else device
+    return _meant.get() or device if device.type == "meta" else device
 
 
 @functools.cache
@@ -66,7 +63,6 @@ def device_name(device: torch.device) -> str:
 
 
 def shared_memory_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
     device = meant(device)
     if device.type == "cuda":
         return _cuda_properties(device.index).shared_memory_per_block_optin
@@ -83,5 +79,5 @@ def architecture(device: torch.device) -> int:
 
 
 def has_tensor_descriptors(device: torch.device) -> bool:
-    """Whether the hardware has TMA for tensor descriptors: compute capability 9.0 and up."""
+    """Whether the hardware has TMA for tensor descriptors."""
     return architecture(device) >= 90

@@ -11,10 +11,8 @@
 import triton
 import triton.language as tl
 
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.group_statistics import normalize_groups
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def widen(values):
     Triton would move a cast behind the exchange with the threads that use the values. That exchanges fewer bytes, but
     each thread then converts a quarter of the columns. Triton does not move inline assembly.
     """
-    if _INTERPRETED or values.dtype == tl.float32:
+    if IN_INTERPRETER or values.dtype == tl.float32:
         return values.to(tl.float32)
     CONVERSION: tl.constexpr = (
         "{ .reg .b16 zero; mov.b16 zero, 0; mov.b32 $0, {zero, $1}; }"
@@ -127,8 +125,6 @@ def chain_epilogue(
     """output = the chain's result for this tile. saved = z or, with a reduction, what that keeps."""
     row, column, M, N = place
     BLOCK_N: tl.constexpr = accumulator.shape[1]
-    BIASES: tl.constexpr = len(CHAIN.biases)
-    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     # A reduction has no use for what is past the last column, and the norm's bias hides it there.
     HIDES: tl.constexpr = CHAIN.reduction is not None
     OUTSIDE: tl.constexpr = float("inf") if HIDES else 0.0
@@ -137,19 +133,19 @@ def chain_epilogue(
         tile = overflow(tile, DTYPE)
     if saved is not None and not HIDES:
         STORE(saved, place, tile)
-    tile = apply_to_tile(tile, place, operands, CHAIN, BIASES, NORM, INDICES)
+    tile = apply_to_tile(tile, place, operands, CHAIN, len(CHAIN.biases), CHAIN.norm_place, INDICES)
     if CHAIN.norm != "":
         groups = tl.reshape(tile, (tile.shape[0], BLOCK_N // GROUP_SIZE, GROUP_SIZE))
         normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
         tile = tl.reshape(normalized, tile.shape)
-    tile = apply_to_tile(tile, place, operands, CHAIN, NORM, len(CHAIN.steps), INDICES, OUTSIDE)
+    tile = apply_to_tile(tile, place, operands, CHAIN, CHAIN.norm_place, len(CHAIN.steps), INDICES, OUTSIDE)
     if HIDES:
         y = tl.reshape(tile, normalized.shape)
         # Past the last column the norm's bias makes y infinite, so no mask is needed. (Where the input's row is not
         # finite, y stays NaN there, but then all of that row is NaN.) Without a bias a mask is needed. Where something
         # is saved, a mask spills fewer registers.
         inside = None
-        if operands[NORM + 1] is None or saved is not None:
+        if operands[CHAIN.norm_place + 1] is None or saved is not None:
             inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
         row = tl.where(column < N, row, M)  # a strip past the last column has no tile to store
         CHAIN.reduction.store(

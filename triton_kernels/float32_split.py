@@ -54,7 +54,7 @@ class SplitOperand:
 
 @dataclass(frozen=True)
 class LinearSplitConfig:
-    """Tiles of ``linear_split_hopper`` for operands of 1 or 2 parts; GROUP_M as in ``LinearConfig``."""
+    """Tiles of ``linear_split_hopper`` for operands of 1 or 2 parts; ``group_m`` as in ``LinearConfig``."""
 
     parts: int
     block_m: int = 128
@@ -74,7 +74,6 @@ class LinearSplitConfig:
 
     @property
     def epilogue_columns(self) -> int:
-        """Columns that the epilogue sees at a time."""
         return self.block_n
 
     @property
@@ -84,7 +83,6 @@ class LinearSplitConfig:
         return LinearConfig(self.block_m, self.block_n, 4096 // self.block_n, self.group_m)
 
     def holds_groups_of(self, group_size: int) -> bool:
-        """Whether what the epilogue sees holds whole groups, so that it can normalise them in registers."""
         return self.block_n % group_size == 0
 
 

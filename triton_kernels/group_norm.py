@@ -2,7 +2,8 @@
 
 Values are [M, C] with ``num_groups`` groups of GROUP_SIZE neighbouring columns. A tile is [BLOCK_M, BLOCK_G,
 BLOCK_GROUP]: rows, groups, and the members of a group padded to a power of two. CHAIN is all that is done with them;
-the product's bias is among its operands only where it is not in the values yet.
+the product's bias is among its operands only where it is not in the values yet. Of a CHAIN without a norm, a column is
+a group.
 """
 
 from collections.abc import Sequence
@@ -75,13 +76,6 @@ def place_tile(
 
 
 @triton.jit
-def normalize_tile(values, real, eps, GROUP_SIZE: tl.constexpr):
-    """``normalize_groups``, with a mask only where groups are padded."""
-    padding = None if values.shape[2] == GROUP_SIZE else real
-    return normalize_groups(values, padding, eps, GROUP_SIZE)
-
-
-@triton.jit
 def group_norm_kernel(
     input,  # [M, C]
     operands,  # of the chain's steps
@@ -98,18 +92,16 @@ def group_norm_kernel(
 ):
     """output = CHAIN of the input; with a reduction, output and saved are this tile's part of it."""
     wait_for_launch_before()
-    BIASES: tl.constexpr = len(CHAIN.biases)
-    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     row = tl.program_id(0) * BLOCK_M
     tile = second_place()
     group = tile * BLOCK_G
     columns, real, offsets, inside = place_tile(row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP)
-    loaded = load_vectors(operands, columns, real, CHAIN)
-    loaded = load_tensors(loaded, offsets, inside, CHAIN)
-    z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
-    z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
-    normalized, rstd = normalize_tile(apply_steps(z, loaded, CHAIN, BIASES, NORM), real, eps, GROUP_SIZE)
-    y = apply_steps(normalized, loaded, CHAIN, NORM, len(CHAIN.steps))
+    loaded = load_tensors(load_vectors(operands, columns, real, CHAIN), offsets, inside, CHAIN)
+    values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
+    y = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
+    if CHAIN.norm != "":
+        normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
+        y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
     if CHAIN.reduction is not None:
         row = tl.where(group < num_groups, row, M)  # past the last group there is no tile to store
         CHAIN.reduction.store(y, normalized, rstd, real, row, group, tile, M, output, saved, indices, GROUP_SIZE)
@@ -142,8 +134,6 @@ def group_norm_backward_kernel(
     2018): da = rstd * (dx - mean(dx) - x * mean(dx * x)), with means over each group.
     """
     wait_for_launch_before()
-    BIASES: tl.constexpr = len(CHAIN.biases)
-    NORM: tl.constexpr = BIASES + len(CHAIN.activation)
     chunk = tl.program_id(0)
     group = second_place() * BLOCK_G
     input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
@@ -161,21 +151,24 @@ def group_norm_backward_kernel(
         z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
         z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
         dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-        normalized, rstd = normalize_tile(apply_steps(z, loaded, CHAIN, BIASES, NORM), real, eps, GROUP_SIZE)
-        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, NORM, len(CHAIN.steps))
-        mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
-        projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
-        dz = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)
-        dz, of_activation = steps_gradient(dz, z, loaded, CHAIN, BIASES, NORM)
+        of_last = ()
+        if CHAIN.norm != "":
+            y = apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
+            normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
+            dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
+            mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
+            projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
+            dy = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)
+        dz, of_activation = steps_gradient(dy, z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
         tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
         input_sum += tl.where(inside, dz, 0.0)
         sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, KINDS)
     columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
     place = chunk.to(tl.int64) * (num_groups * GROUP_SIZE) + columns
-    for i in tl.static_range(BIASES):
+    for i in tl.static_range(len(CHAIN.biases)):
         store_sums(bias_sums[i], place, tl.sum(input_sum, 0), real)
-    store_gradients(sums, targets, place, real, KINDS)
+    store_gradients(sums, targets, place, real, 0, KINDS)
 
 
 def column_tiles(channels: int, group_size: int, config: GroupNormConfig) -> int:
@@ -199,8 +192,6 @@ def group_norm(
     With a reduction, ``output`` and ``saved`` are what it stores of each of ``column_tiles`` tiles.
     """
     M, C = input.shape
-    if M == 0:
-        return
     group_size = C // num_groups
     launch(
         group_norm_kernel,
@@ -242,27 +233,26 @@ def group_norm_backward(
     M, C = input.shape
     group_size = C // num_groups
     chunks = blocks_of(M, config.rows_per_program)
-    targets = chain.targets(operands, gradients, chunks)
-    if chunks:
-        launch(
-            group_norm_backward_kernel,
-            grid_of(chunks, column_tiles(C, group_size, config)),
-            input.device,
-            output_gradient,
-            input,
-            tuple(operands),
-            input_gradient,
-            targets.bias_sums,
-            targets.others,
-            M,
-            num_groups,
-            eps,
-            config.rows_per_program,
-            CHAIN=chain,
-            KINDS=targets.kinds,
-            GROUP_SIZE=group_size,
-            **config.blocks(group_size),
-            config=config,
-            num_warps=config.num_warps,
-        )
-    add_up(targets.partials, gradients)
+    bias_sums, targets, kinds, partials = chain.targets(operands, gradients, chunks)
+    launch(
+        group_norm_backward_kernel,
+        grid_of(chunks, column_tiles(C, group_size, config)),
+        input.device,
+        output_gradient,
+        input,
+        tuple(operands),
+        input_gradient,
+        bias_sums,
+        targets,
+        M,
+        num_groups,
+        eps,
+        config.rows_per_program,
+        CHAIN=chain,
+        KINDS=kinds,
+        GROUP_SIZE=group_size,
+        **config.blocks(group_size),
+        config=config,
+        num_warps=config.num_warps,
+    )
+    add_up(partials, gradients)

@@ -1,4 +1,4 @@
-"""Group statistics of values in registers, mean first and then centred squares; and the affine that follows."""
+"""Group statistics of values in registers, mean first and then centred squares."""
 
 import triton
 import triton.language as tl
@@ -34,15 +34,3 @@ def normalize_groups(groups, inside, eps, GROUP_SIZE: tl.constexpr):
     variance = tl.sum(centred * centred, 2) / GROUP_SIZE
     rstd = reciprocal_deviation(variance, eps)
     return centred * tl.expand_dims(rstd, 2), rstd
-
-
-@triton.jit
-def load_affine(norm_weight, norm_bias, columns, real):
-    """The norm's weight and bias at ``columns`` in float32; 1 and 0 where there are none."""
-    weight = tl.full(columns.shape, 1.0, tl.float32)
-    shift = tl.zeros(columns.shape, tl.float32)
-    if norm_weight is not None:
-        weight = tl.load(norm_weight + columns, mask=real, other=0.0).to(tl.float32)
-    if norm_bias is not None:
-        shift = tl.load(norm_bias + columns, mask=real, other=0.0).to(tl.float32)
-    return weight, shift

@@ -19,12 +19,10 @@ def takes_hopper_convolutions(architecture: int) -> bool:
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
-    """``takes_hopper_kernels`` for the device's architecture."""
     return takes_hopper_kernels(architecture(device))
 
 
 def runs_hopper_convolutions(device: torch.device) -> bool:
-    """``takes_hopper_convolutions`` for the device's architecture."""
     return takes_hopper_convolutions(architecture(device))
 
 

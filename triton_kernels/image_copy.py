@@ -7,19 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.grid import blocks_of, grid_of
 from triton_kernels.image_tiles import (
     ImageNormConfig,
     as_image,
-    channels_of_tile,
     is_inside,
+    launch_tiles,
     load_tile,
     place_of_program,
-    size_unit,
     store_tile,
-    tile_options,
 )
-from triton_kernels.launch import launch, wait_for_launch_before
+from triton_kernels.launch import wait_for_launch_before
 from triton_kernels.pointwise import identity
 
 #: The largest finite bfloat16.
@@ -52,8 +49,7 @@ def copy_kernel(
 ):
     """target = TRANSFORM(source) and rest = source - target; one tile per program."""
     wait_for_launch_before()
-    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(place, channels, BLOCK_C)
+    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
     values = load_tile(source, SOURCE_UNITS, place, inside)
     copied = TRANSFORM(values, None).to(target[0].dtype.element_ty)
@@ -75,26 +71,19 @@ def copy_image(
     ``transform`` is a function as ``triton_kernels.pointwise`` describes them. It takes values of the source's dtype.
     ``rest`` has the target's strides and becomes source - target for a float32 source.
     """
-    if source.numel() == 0:
-        return
-    B, C, S = source.shape
-    tiles = config.tiles(S)
     source_image, source_units = as_image(source)
     target_image, target_units = as_image(target)
-    launch(
+    launch_tiles(
         copy_kernel,
-        grid_of(B * tiles, blocks_of(C, config.block_c)),
-        source.device,
+        source,
+        config.tiles(source.shape[2]),
+        config,
         source_image,
         target_image,
         None if rest is None else as_image(rest)[0],
-        C,
-        S // size_unit(S),
-        tiles,
         SOURCE_UNITS=source_units,
         TARGET_UNITS=target_units,
         TRANSFORM=transform,
-        **tile_options(C, S, config),
     )
 
 

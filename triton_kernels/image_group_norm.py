@@ -11,24 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient
-from triton_kernels.column_sums import add_up, float32_partials, store_sums
-from triton_kernels.grid import blocks_of, grid_of
+from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient, store_gradients
+from triton_kernels.column_sums import add_up
 from triton_kernels.image_statistics import merged_blocks
 from triton_kernels.image_tiles import (
     ImageNormConfig,
     as_image,
     as_images,
-    channels_of_tile,
     image_operands,
     is_inside,
+    launch_tiles,
     load_columns,
     load_images,
     load_tile,
     place_of_program,
-    size_unit,
     store_tile,
-    tile_options,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
@@ -54,10 +51,10 @@ def apply_kernel(
     operands,  # of the chain's steps
     output,  # an image
     statistics,  # mean and rstd: [B * G]
+    num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
-    num_groups,
     INPUT_UNITS: tl.constexpr,
     OPERAND_UNITS: tl.constexpr,
     OUTPUT_UNITS: tl.constexpr,
@@ -70,19 +67,18 @@ def apply_kernel(
 ):
     """output = CHAIN of the input; one tile per program."""
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
-    END: tl.constexpr = len(CHAIN.steps)
-    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(place, channels, BLOCK_C)
+    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
     values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
-    values = apply_steps(values, loaded, CHAIN, 0, NORM)
+    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     mean, rstd = load_groups(statistics, place, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     # Of each of these loads, only what is used is compiled. Used at once, it takes fewer registers.
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
     normalized = (values - mean) * rstd
-    store_tile(output, OUTPUT_UNITS, place, inside, apply_steps(normalized, loaded, CHAIN, NORM, END))
+    store_tile(
+        output, OUTPUT_UNITS, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
+    )
 
 
 @triton.jit
@@ -100,25 +96,16 @@ def add_gradients(sums, gradients, targets, UNITS: tl.constexpr, place, inside, 
 
 
 @triton.jit
-def store_channel_sums(sums, targets, channels, c, real, KINDS: tl.constexpr):
-    """Store the sums over the pixels of a program's tiles."""
-    place = tl.program_id(0).to(tl.int64) * channels + c
-    for i in tl.static_range(len(KINDS)):
-        if KINDS[i] == "vector":
-            store_sums(targets[i], place, tl.sum(sums[i], 1), real)
-
-
-@triton.jit
 def last_sums_kernel(
     output_gradient,  # an image
     input,  # an image
     operands,  # of the chain's steps
     statistics,  # mean and rstd: [B * G]
     targets,  # of the gradients of the norm's weight and bias and of the operands after it: [B, strips, C], or an image
+    num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
-    num_groups,
     GRADIENT_UNITS: tl.constexpr,
     INPUT_UNITS: tl.constexpr,
     OPERAND_UNITS: tl.constexpr,
@@ -134,11 +121,8 @@ def last_sums_kernel(
 ):
     """A strip's part of the gradients of the operands from the norm on. A strip is STRIP tiles of BLOCK_S pixels."""
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
-    END: tl.constexpr = len(CHAIN.steps)
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(corner, channels, BLOCK_C)
+    corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     mean, rstd = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     vectors = load_columns(operands, c, real, CHAIN)
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
@@ -147,13 +131,13 @@ def last_sums_kernel(
         inside = is_inside(real, pixel, pixels, BLOCK_S)
         loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
         values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
-        normalized = (apply_steps(values, loaded, CHAIN, 0, NORM) - mean) * rstd
+        normalized = (apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
-        y = apply_steps(normalized, loaded, CHAIN, NORM, NORM + 2)
-        dy, of_after = steps_gradient(dy, y, loaded, CHAIN, NORM + 2, END)
+        y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, CHAIN.norm_place + 2)
+        dy, of_after = steps_gradient(dy, y, loaded, CHAIN, CHAIN.norm_place + 2, len(CHAIN.steps))
         gradients = (dy * normalized, dy) + of_after
         sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
-    store_channel_sums(sums, targets, channels, c, real, KINDS)
+    store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
 @triton.jit
@@ -201,10 +185,10 @@ def apply_backward_kernel(
     input_gradient,  # an image
     statistics,  # mean, rstd, projection and gradient_mean: [B * G]
     targets,  # of the gradients of the operands before the norm: [B, strips, C], or an image
+    num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
-    num_groups,
     GRADIENT_UNITS: tl.constexpr,
     INPUT_UNITS: tl.constexpr,
     OPERAND_UNITS: tl.constexpr,
@@ -226,11 +210,8 @@ def apply_backward_kernel(
     da = rstd * (dx - mean(dx) - x * mean(dx * x)), with means over each group.
     """
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
-    END: tl.constexpr = len(CHAIN.steps)
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    corner = place_of_program(strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(corner, channels, BLOCK_C)
+    corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     mean, rstd, projection, gradient_mean = groups
     vectors = load_columns(operands, c, real, CHAIN)
@@ -240,14 +221,14 @@ def apply_backward_kernel(
         inside = is_inside(real, pixel, pixels, BLOCK_S)
         loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
         z = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
-        normalized = (apply_steps(z, loaded, CHAIN, 0, NORM) - mean) * rstd
+        normalized = (apply_steps(z, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
-        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, NORM, END)
+        dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
         dz = rstd * (dx - gradient_mean - normalized * projection)
-        dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, NORM)
+        dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, CHAIN.norm_place)
         sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
         store_tile(input_gradient, RESULT_UNITS, place, inside, STORED(dz, None))
-    store_channel_sums(sums, targets, channels, c, real, KINDS)
+    store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
 def image_group_norm(
@@ -267,28 +248,24 @@ def image_group_norm(
         return
     B, C, S = input.shape
     num_groups = statistics.shape[1] // B
-    tiles = config.tiles(S)
     image, input_units = as_image(input)
     operands, operand_units = image_operands(chain, operands)
     result, output_units = as_image(output)
-    launch(
+    launch_tiles(
         apply_kernel,
-        grid_of(B * tiles, blocks_of(C, config.block_c)),
-        input.device,
+        input,
+        config.tiles(S),
+        config,
         image,
         operands,
         result,
         statistics.unbind(),
-        C,
-        S // size_unit(S),
-        tiles,
         num_groups,
         INPUT_UNITS=input_units,
         OPERAND_UNITS=operand_units,
         OUTPUT_UNITS=output_units,
         CHAIN=chain,
         GROUP_SIZE=C // num_groups,
-        **tile_options(C, S, config),
     )
 
 
@@ -301,12 +278,14 @@ def empty_sums(
     itself, where that is float32. The norm's are always needed. A tensor's gradient is written as it is.
     """
     B, C, S = input.shape
-    strips, norm = config.strips(S), len(chain.steps) - len(chain.last)
+    shape, norm = (B, config.strips(S), C), chain.norm_place
     sums = list(gradients)
-    for place, step in enumerate(chain.steps):
-        if step.operand == "vector" and (sums[place] is not None or place in (norm, norm + 1)):
-            (partial,) = float32_partials(sums[place : place + 1], B * strips, C, input.device)
-            sums[place] = partial.view(B, strips, C)
+    for place, (step, gradient) in enumerate(zip(chain.steps, gradients, strict=True)):
+        if step.operand == "vector" and (gradient is not None or place in (norm, norm + 1)):
+            if gradient is not None and gradient.dtype == torch.float32 and shape[:2] == (1, 1):
+                sums[place] = gradient.view(shape)
+            else:
+                sums[place] = torch.empty(shape, dtype=torch.float32, device=input.device)
     return sums
 
 
@@ -333,7 +312,7 @@ def _targets(
     chain: Chain, operands: Sequence[Any], sums: Sequence[torch.Tensor | None], places: range
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Where a kernel stores the gradients that ``steps_gradient`` returns for some steps, and what they are."""
-    norm = len(chain.steps) - len(chain.last)
+    norm = chain.norm_place
     kept = [
         (chain.steps[place].operand, sums[place])
         for place in places
@@ -370,7 +349,7 @@ def image_group_norm_backward(
     num_groups = statistics.shape[1] // B
     group_size = C // num_groups
     strips = config.strips(S)
-    norm = len(chain.steps) - len(chain.last)
+    norm = chain.norm_place
     weight_sums, shift_sums = sums[norm : norm + 2]
     last_targets, last_options = _targets(chain, operands, sums, range(norm, len(chain.steps)))
     targets, target_options = _targets(chain, operands, sums, range(norm))
@@ -379,28 +358,25 @@ def image_group_norm_backward(
     (gradient, gradient_units), (image, input_units) = as_image(output_gradient), as_image(input)
     result, result_units = as_image(input_gradient)
     operands, operand_units = image_operands(chain, operands)
-    # What both passes over the images share.
-    grid = grid_of(B * strips, blocks_of(C, config.block_c))
-    sizes = (C, S // size_unit(S), strips, num_groups)
-    options = {
+    options = {  # of both passes over the images
         "GRADIENT_UNITS": gradient_units,
         "INPUT_UNITS": input_units,
         "OPERAND_UNITS": operand_units,
         "CHAIN": chain,
         "GROUP_SIZE": group_size,
         "STRIP": config.strip,
-        **tile_options(C, S, config),
     }
-    launch(
+    launch_tiles(
         last_sums_kernel,
-        grid,
-        input.device,
+        input,
+        strips,
+        config,
         gradient,
         image,
         operands,
         statistics.unbind(),
         last_targets,
-        *sizes,
+        num_groups,
         **last_options,
         **options,
     )
@@ -420,17 +396,18 @@ def image_group_norm_backward(
         BLOCK_T=block_t,
         BLOCK_C=block_c,
     )
-    launch(
+    launch_tiles(
         apply_backward_kernel,
-        grid,
-        input.device,
+        input,
+        strips,
+        config,
         gradient,
         image,
         operands,
         result,
         (*statistics.unbind(), *means),
         targets,
-        *sizes,
+        num_groups,
         RESULT_UNITS=result_units,
         STORED=stored,
         **target_options,

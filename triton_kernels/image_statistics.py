@@ -15,22 +15,20 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, apply_steps
-from triton_kernels.grid import blocks_of, grid_of, next_power_of_2
+from triton_kernels.grid import next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.image_tiles import (
     CONTIGUOUS,
     ImageNormConfig,
     as_image,
-    channels_of_tile,
     image_operands,
     is_inside,
+    launch_tiles,
     layout_of,
     load_columns,
     load_images,
     load_tile,
     place_of_program,
-    size_unit,
-    tile_options,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 
@@ -56,15 +54,13 @@ def partial_statistics_kernel(
 ):
     """Mean and M2 of what CHAIN's norm takes, over the pixels of a tile, for each channel or FOLD neighbouring ones."""
     wait_for_launch_before()
-    NORM: tl.constexpr = len(CHAIN.biases) + len(CHAIN.activation)
     ROWS: tl.constexpr = BLOCK_C // FOLD
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    place = place_of_program(tiles, BLOCK_S, BLOCK_C, INDEX)
-    c, real = channels_of_tile(place, channels, BLOCK_C)
+    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], pixels, BLOCK_S)
     values = load_tile(input, UNITS, place, inside).to(tl.float32)
     loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
-    values = apply_steps(values, loaded, CHAIN, 0, NORM)
+    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     values = tl.reshape(values, (ROWS, FOLD * BLOCK_S))
     inside = tl.reshape(inside, values.shape)
     count = tl.minimum(pixels - place[2], BLOCK_S) * FOLD
@@ -203,22 +199,19 @@ def image_statistics(
     partials = PartialStatistics.empty(B, tiles, C // fold, input.device)
     image, units = as_image(input)
     operands, operand_units = image_operands(chain, operands)
-    launch(
+    launch_tiles(
         partial_statistics_kernel,
-        grid_of(B * tiles, blocks_of(C, config.block_c)),
-        input.device,
+        input,
+        tiles,
+        config,
         image,
         operands,
         partials.counts,
         partials.means,
         partials.m2s,
-        C,
-        S // size_unit(S),
-        tiles,
         UNITS=units,
         OPERAND_UNITS=operand_units,
         CHAIN=chain,
         FOLD=fold,
-        **tile_options(C, S, config),
     )
     return partials.merge(num_groups, S * fold, eps)

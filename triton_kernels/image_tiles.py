@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Chain, load_vectors
-from triton_kernels.grid import blocks_of, next_power_of_2, second_place
+from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
+from triton_kernels.launch import launch
 
 #: Tiles of images with fewer pixels have all of them, and many channels.
 _FEW_PIXELS = 16
@@ -67,17 +68,13 @@ def layout_of(image: torch.Tensor) -> str:
 
 
 @triton.jit
-def place_of_program(parts, LENGTH: tl.constexpr, BLOCK_C: tl.constexpr, INDEX: tl.constexpr):
-    """The corner (sample, channel, pixel) of this program's LENGTH pixels, one of ``parts`` of a sample."""
+def place_of_program(channels, parts, LENGTH: tl.constexpr, BLOCK_C: tl.constexpr, INDEX: tl.constexpr):
+    """This program's LENGTH pixels, one of ``parts`` of a sample: their corner (sample, channel, pixel), their channels
+    [BLOCK_C], and which of these are real."""
     pixel = (tl.program_id(0) % parts).to(INDEX) * LENGTH
-    return tl.program_id(0) // parts, second_place().to(INDEX) * BLOCK_C, pixel
-
-
-@triton.jit
-def channels_of_tile(place, channels, BLOCK_C: tl.constexpr):
-    """The channels of a tile [BLOCK_C], and which of them are real."""
-    c = place[1] + tl.arange(0, BLOCK_C)
-    return c, c < channels
+    corner = (tl.program_id(0) // parts, second_place().to(INDEX) * BLOCK_C, pixel)
+    c = corner[1] + tl.arange(0, BLOCK_C)
+    return corner, c, c < channels
 
 
 @triton.jit
@@ -103,7 +100,6 @@ def tile_of_image(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr
 
 @triton.jit
 def load_tile(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr = 0):
-    """The tile of an image, 0 where it is not inside."""
     return tl.load(tile_of_image(image, UNITS, place, inside, FIRST), mask=inside, other=0.0)
 
 
@@ -154,7 +150,6 @@ Image = tuple[torch.Tensor, tuple[int, ...]]
 
 
 def as_image(tensor: torch.Tensor) -> tuple[Image, tuple[int, ...]]:
-    """An image for kernels, and its UNITS."""
     strides, units = strides_in_units(tensor.stride())
     return (tensor, strides), units
 
@@ -169,17 +164,38 @@ def as_images(kinds: Sequence[str], values: Sequence[Any]) -> tuple[tuple[Any, .
 
 
 def image_operands(chain: Chain, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """``as_images`` of a chain's operands."""
     return as_images([step.operand for step in chain.steps], operands)
 
 
-def tile_options(channels: int, pixels: int, config: ImageNormConfig) -> dict[str, Any]:
-    """What ``launch`` takes for all kernels here. Indices are of 64 bits where a tile may end beyond 2**31."""
-    return {
-        "config": config,
-        "PIXEL_UNIT": size_unit(pixels),
-        "INDEX": tl.int32 if max(channels, pixels) < 2**30 else tl.int64,
-        "BLOCK_C": config.block_c,
-        "BLOCK_S": config.block_s,
-        "num_warps": config.num_warps,
-    }
+def launch_tiles(
+    kernel: triton.runtime.JITFunction,
+    image: torch.Tensor,
+    parts: int,
+    config: ImageNormConfig,
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """Launch a kernel whose programs take BLOCK_C channels of one of ``parts`` of a sample of ``image`` [B, C, S].
+
+    The arguments that say so are added. Indices are of 64 bits where a tile may end beyond 2**31.
+    """
+    if image.numel() == 0:
+        return
+    B, C, S = image.shape
+    unit = size_unit(S)
+    launch(
+        kernel,
+        grid_of(B * parts, blocks_of(C, config.block_c)),
+        image.device,
+        *arguments,
+        C,
+        S // unit,
+        parts,
+        **options,
+        PIXEL_UNIT=unit,
+        INDEX=tl.int32 if max(C, S) < 2**30 else tl.int64,
+        BLOCK_C=config.block_c,
+        BLOCK_S=config.block_s,
+        config=config,
+        num_warps=config.num_warps,
+    )

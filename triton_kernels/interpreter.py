@@ -7,17 +7,12 @@ import triton.language as tl
 
 def repair_interpreter() -> None:
     """Make the interpreter's rounding and sums as accurate as a GPU's."""
-    _round_bfloat16_to_nearest()
-    _sum_as_a_tree()
-
-
-def _round_bfloat16_to_nearest() -> None:
-    """The interpreter truncates float32 to bfloat16, with twice the error of rounding, and misplaces subnormals."""
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
+    convert, sum_in_order = interpreter._convert_float, interpreter.ReduceOps.sum
 
     def convert_exactly(data, source, target, rounding_mode):
+        """Triton's truncates float32 to bfloat16, with twice the error of rounding, and misplaces subnormals."""
         if source == tl.float32 and target == tl.bfloat16:
             rounded = torch.from_numpy(np.array(data, dtype=np.float32, ndmin=1)).to(torch.bfloat16)
             return rounded.view(torch.uint16).numpy().reshape(np.shape(data))
@@ -25,16 +20,8 @@ def _round_bfloat16_to_nearest() -> None:
             return np.array(data).view(np.uint16).astype(np.uint32) << 16
         return convert(data, source, target, rounding_mode)
 
-    interpreter._convert_float = convert_exactly
-
-
-def _sum_as_a_tree() -> None:
-    """numpy sums in sequence along all axes but the last. A GPU's threads sum in a tree."""
-    from triton.runtime.interpreter import ReduceOps
-
-    sum_in_order = ReduceOps.sum
-
     def sum_as_a_tree(self, input):
+        """numpy sums in sequence along all axes but the last. A GPU's threads sum in a tree."""
         values = input.handle.data
         if self.axis is None or not np.issubdtype(values.dtype, np.floating):
             return sum_in_order(self, input)
@@ -45,4 +32,4 @@ def _sum_as_a_tree() -> None:
         result = np.expand_dims(values[0], self.axis) if self.keep_dims else values[0]
         return self.to_tensor(result, input.dtype)
 
-    ReduceOps.sum = sum_as_a_tree
+    interpreter._convert_float, interpreter.ReduceOps.sum = convert_exactly, sum_as_a_tree

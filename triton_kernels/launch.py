@@ -6,8 +6,8 @@ kernel's results are written.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -38,11 +38,7 @@ class Notes(Protocol):
         """Note ``function(*arguments, **options)``; returns what stands for its result."""
 
 
-class _Thread(threading.local):
-    notes: Notes | None = None
-
-
-_thread = _Thread()
+_notes: ContextVar[Notes | None] = ContextVar("_notes", default=None)
 
 
 @triton.jit
@@ -68,13 +64,16 @@ def launch(
     """``kernel[grid](*arguments, **options)`` on ``device``, or a note of it where a plan is being made.
 
     Triton itself would launch on the current device. ``config`` is what grid and options follow from; notes have it.
+    Nothing is launched on an empty grid.
     """
+    if 0 in grid:
+        return
     if not INTERPRETED:
         options["enable_fp_fusion"] = True  # the interpreter has no such option
         if architecture(device) >= 90:
             options["launch_pdl"] = True
-    if _thread.notes is not None:
-        _thread.notes.launch(kernel, grid, arguments, options, config)
+    if notes := _notes.get():
+        notes.launch(kernel, grid, arguments, options, config)
         return
     with current(device):
         kernel[grid](*arguments, **options)
@@ -85,23 +84,21 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
     It returns new tensors, or writes to one that it gets and returns None. Where a plan is being made, it is noted.
     """
-    if _thread.notes is not None:
-        return _thread.notes.call(function, arguments, options)
-    return function(*arguments, **options)
+    notes = _notes.get()
+    return notes.call(function, arguments, options) if notes else function(*arguments, **options)
 
 
 @contextlib.contextmanager
 def noted_in(notes: Notes | None) -> Iterator[None]:
     """Within this context, launches and calls of this thread are noted and not done; for None they are done."""
-    before, _thread.notes = _thread.notes, notes
+    before = _notes.set(notes)
     try:
         yield
     finally:
-        _thread.notes = before
+        _notes.reset(before)
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to ``device`` as it is."""
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.chain import Chain
-from triton_kernels.device import INTERPRETED, has_tensor_descriptors, multiprocessor_count
+from triton_kernels.device import IN_INTERPRETER, has_tensor_descriptors, multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.grid import blocks_of, indices
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -18,13 +18,11 @@ from triton_kernels.launch import launch, wait_for_launch_before
 #: float32 accuracy on tensor cores: three TF32 products, added in float32.
 FLOAT32_INPUT_PRECISION = "tf32x3"
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-#: Triton's interpreter would multiply the bit patterns of bfloat16 numbers, so there operands are converted first.
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Block sizes of ``linear_kernel``. GROUP_M consecutive row tiles share a column tile's weights in L2."""
+    """Block sizes of ``linear_kernel``. ``group_m`` consecutive row tiles share a column tile's weights in L2."""
 
     block_m: int
     block_n: int
@@ -40,12 +38,10 @@ class LinearConfig:
 
     @property
     def epilogue_columns(self) -> int:
-        """Columns that the epilogue sees at a time."""
         return self.block_n // self.epilogue_strips
 
     @property
     def stored_columns(self) -> int:
-        """Columns that are stored at a time."""
         return self.epilogue_columns // self.store_strips
 
     def holds_groups_of(self, group_size: int) -> bool:
@@ -100,7 +96,6 @@ def store_descriptor(target, place, tile):
 
 @triton.jit
 def halves(tile):
-    """The first and the second half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -125,39 +120,42 @@ def store_pointers(target, place, tile):
 
 
 @triton.jit
-def tile_place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column of a tile. GROUP_M row tiles go through the column tiles together, and share weights in L2."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
-    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
-    tile %= GROUP_M * tiles_n
-    return (first_m + tile % group_m) * BLOCK_M, tile // group_m * BLOCK_N
+def tile_count(M, N, CONFIG: tl.constexpr):
+    return tl.cdiv(M, CONFIG.block_m) * tl.cdiv(N, CONFIG.block_n)
+
+
+@triton.jit
+def tile_place(tile, M, N, CONFIG: tl.constexpr):
+    """Row and column of a tile. ``group_m`` row tiles go through the column tiles together, and share weights in L2."""
+    tiles_m = tl.cdiv(M, CONFIG.block_m)
+    tiles_n = tl.cdiv(N, CONFIG.block_n)
+    first_m = tile // (CONFIG.group_m * tiles_n) * CONFIG.group_m
+    group_m = tl.minimum(tiles_m - first_m, CONFIG.group_m)
+    tile %= CONFIG.group_m * tiles_n
+    return (first_m + tile % group_m) * CONFIG.block_m, tile // group_m * CONFIG.block_n
 
 
 @triton.jit
 def multiply_tile(
     input,
     weight,
-    row,
-    column,
+    place,
     steps,
-    M,
-    N,
     K,
     LOAD_INPUT: tl.constexpr,
     LOAD_WEIGHT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """The tile of input @ weight.T at (row, column), in float32."""
+    """The tile of input @ weight.T at place = (row, column, M, N), in float32."""
+    row, column, M, N = place
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
-        a = LOAD_INPUT(input, row, step * BLOCK_K, M, K, BLOCK_M, BLOCK_K)
-        b = LOAD_WEIGHT(weight, column, step * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
-        if _INTERPRETED:
+        a = LOAD_INPUT(input, row, step * CONFIG.block_k, M, K, BLOCK_M, CONFIG.block_k)
+        b = LOAD_WEIGHT(weight, column, step * CONFIG.block_k, N, K, BLOCK_N, CONFIG.block_k)
+        if IN_INTERPRETER:  # which would multiply the bit patterns of bfloat16 numbers
             a, b = a.to(tl.float32), b.to(tl.float32)
         accumulator = tl.dot(a, b.T, accumulator, input_precision=INPUT_PRECISION)
     return accumulator
@@ -181,35 +179,22 @@ def linear_kernel(
     GROUP_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    STRIPS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Compute input @ weight.T in float32, tile by tile, and apply CHAIN's other parts to each tile."""
     wait_for_launch_before()
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    steps = tl.cdiv(K, BLOCK_K)
+    tiles = tile_count(M, N, CONFIG)
+    steps = tl.cdiv(K, CONFIG.block_k)
     tl.assume(steps > 0)
     # One flat loop over (tile, k), so that the next tile is loaded while the epilogue runs.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row, column = tile_place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        # fmt: off
-        accumulator = multiply_tile(
-            input, weight, row, column, steps, M, N, K,
-            LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-        )
-        # fmt: on
-        if STRIPS == 1:
-            place = (row, column, M, N)
-            chain_epilogue(accumulator, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
-        else:
-            first, second = halves(accumulator)
-            place = (row, column, M, N)
-            chain_epilogue(first, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
-            place = (row, column + BLOCK_N // 2, M, N)
-            chain_epilogue(second, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
+        row, column = tile_place(tile, M, N, CONFIG)
+        place = (row, column, M, N)
+        product = multiply_tile(input, weight, place, steps, K, LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, CONFIG)
+        strips = (product,) if CONFIG.epilogue_strips == 1 else halves(product)
+        for i in tl.static_range(len(strips)):
+            place = (row, column + i * CONFIG.epilogue_columns, M, N)
+            chain_epilogue(strips[i], place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
 
 
 @triton.jit
@@ -231,36 +216,27 @@ def linear_rest_kernel(
     GROUP_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """``linear_kernel`` for the tiles that a product of split operands could not compute (``float32_split``)."""
     wait_for_launch_before()
     input_scale, weight_scale, any_rest = rest
     if tl.load(any_rest) != 0:
-        tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-        steps = tl.cdiv(K, BLOCK_K)
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            row, column = tile_place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-            rows = row + tl.arange(0, BLOCK_M)
-            columns = column + tl.arange(0, BLOCK_N)
+        steps = tl.cdiv(K, CONFIG.block_k)
+        for tile in range(tl.program_id(0), tile_count(M, N, CONFIG), tl.num_programs(0)):
+            row, column = tile_place(tile, M, N, CONFIG)
+            rows = row + tl.arange(0, CONFIG.block_m)
+            columns = column + tl.arange(0, CONFIG.block_n)
             row_scales = tl.load(input_scale + rows, mask=rows < M, other=1.0)
             column_scales = tl.load(weight_scale + columns, mask=columns < N, other=1.0)
             is_rest = tl.max((row_scales != row_scales).to(tl.int32), 0)
             is_rest |= tl.max((column_scales != column_scales).to(tl.int32), 0)
             if is_rest != 0:
-                # fmt: off
-                accumulator = multiply_tile(
-                    input, weight, row, column, steps, M, N, K,
-                    LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                )
-                # fmt: on
                 place = (row, column, M, N)
-                chain_epilogue(
-                    accumulator, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE
+                product = multiply_tile(
+                    input, weight, place, steps, K, LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, CONFIG
                 )
+                chain_epilogue(product, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
 
 
 def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
@@ -296,8 +272,7 @@ def linear(
     0. With ``rest``, as ``linear_rest_kernel`` describes it, only the remaining tiles are computed; the config takes
     them in one strip.
     """
-    M, K = input.shape
-    N = weight.shape[0]
+    (M, K), N = input.shape, weight.shape[0]
     if M == 0 or N == 0:
         return
     input_operand, load_input = _operand(input, config.block_m, config.block_k)
@@ -315,7 +290,6 @@ def linear(
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     store_tile = store_descriptor_halves if config.store_strips == 2 else store_descriptor
     kernel, which = (linear_kernel, ()) if rest is None else (linear_rest_kernel, (rest,))
-    strips = {"STRIPS": config.epilogue_strips} if kernel is linear_kernel else {}
     launch(
         kernel,
         (min(tiles, multiprocessor_count(input.device)),),
@@ -337,11 +311,7 @@ def linear(
         GROUP_SIZE=group_size,
         DTYPE=_TRITON_DTYPES[input.dtype],
         INPUT_PRECISION=input_precision,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        **strips,
+        CONFIG=config,
         config=config,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -26,8 +26,9 @@ from triton_kernels.device import multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
 from triton_kernels.grid import blocks_of
+from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.linear import tile_place
+from triton_kernels.linear import tile_count, tile_place
 from triton_kernels.versions import HAS_ASYNC_LOAD
 
 async_load = tma.async_load if HAS_ASYNC_LOAD else tma.async_copy_global_to_shared
@@ -54,11 +55,7 @@ def store_registers(target, place, tile):
 
 @gluon.jit
 def copy_tile(operand, row, depth, tile, barrier, DEPTH_FIRST: gl.constexpr):
-    """Copy an operand's tile at (row, depth) into shared memory."""
-    if DEPTH_FIRST:
-        async_load(operand, [depth, row], barrier, tile)
-    else:
-        async_load(operand, [row, depth], barrier, tile)
+    async_load(operand, [depth, row] if DEPTH_FIRST else [row, depth], barrier, tile)
 
 
 @gluon.jit
@@ -79,10 +76,9 @@ def copy_in(
     STAGES: gl.constexpr = CONFIG.stages
     input_tiles, weight_tiles = memory
     ready, empty = barriers
-    tiles = gl.cdiv(M, CONFIG.block_m) * gl.cdiv(N, CONFIG.block_n)
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = tile_place(tile, M, N, CONFIG.block_m, CONFIG.block_n, CONFIG.group_m)
+    for tile in range(gl.program_id(0), tile_count(M, N, CONFIG), gl.num_programs(0)):
+        row, column = tile_place(tile, M, N, CONFIG)
         for depth in range(0, K, CONFIG.block_k):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
@@ -124,10 +120,9 @@ def multiply(
     ready, empty = barriers
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = tile_place(tile, M, N, BLOCK_M, BLOCK_N, CONFIG.group_m)
+    for tile in range(gl.program_id(0), tile_count(M, N, CONFIG), gl.num_programs(0)):
+        row, column = tile_place(tile, M, N, CONFIG)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
         if PARTS == 2:
             mixed = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
@@ -199,17 +194,11 @@ def linear_split_kernel(
     wait_for_launch_before()
     STAGES: gl.constexpr = CONFIG.stages
     BUFFERS: gl.constexpr = CONFIG.stages * CONFIG.parts
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     input_tiles = gl.allocate_shared_memory(input.dtype, [BUFFERS] + input.block_shape, input.layout)
     weight_tiles = gl.allocate_shared_memory(weight.dtype, [BUFFERS] + weight.block_shape, weight.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
     memory = (input_tiles, weight_tiles)
-    barriers = (ready, empty)
     inputs, weights = (input, input_low), (weight, weight_low)
     # fmt: off
     gl.warp_specialize(
@@ -233,7 +222,6 @@ def _is_depth_first(part: torch.Tensor) -> bool:
 
 
 def _descriptor(part: torch.Tensor | None, block_rows: int, block_depth: int) -> TensorDescriptor | None:
-    """A descriptor of an operand's tiles, in its memory order."""
     if part is None:
         return None
     if _is_depth_first(part):

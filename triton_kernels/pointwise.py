@@ -16,15 +16,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from triton_kernels.device import INTERPRETED
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
+from triton_kernels.device import IN_INTERPRETER
 
 
 @triton.jit
 def power_of_two(exponent):
     """2**exponent, or 0 where that is subnormal: one instruction. ``tl.exp2`` takes four, to handle subnormals."""
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return tl.exp2(exponent)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
@@ -34,7 +32,7 @@ def power_of_two(exponent):
 @triton.jit
 def exponential(value):
     """exp(value) by way of a power of two, as ``tl.exp`` on a GPU; 0 where that is subnormal."""
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return tl.exp(value)
     return power_of_two(value * 1.4426950408889634)
 
@@ -42,7 +40,7 @@ def exponential(value):
 @triton.jit
 def reciprocal(value):
     """1 / value to the last digit, for normal numbers and infinity: one instruction. A division takes eight."""
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return 1.0 / value
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
@@ -57,11 +55,20 @@ def rounded_product(value, factor):
     and subtracting it must leave 0. A fused product would leave its rounding error there: noise, which the norm makes
     316 times as large.
     """
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return value * factor
     return tl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [value, factor], dtype=tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def polynomial(value, coefficients):
+    """The polynomial with these coefficients, that of the highest power first."""
+    total = coefficients[0]
+    for i in tl.static_range(1, len(coefficients)):
+        total = total * value + coefficients[i]
+    return total
 
 
 @triton.jit
@@ -145,21 +152,12 @@ def normal_cdf(value):
     multiply-adds and no branch: as the convolution's epilogue 1.73 ms at the target size, where erf takes 2.26 (H200).
     """
     y = tl.minimum(value * value, 28.0) * 0.0714285746216774 - 1.0
-    ratio = 0.0002757363545242697
-    ratio = ratio * y - 0.0007451784913428128
-    ratio = ratio * y + 0.0007204240537248552
-    ratio = ratio * y - 0.0010867734672501683
-    ratio = ratio * y + 0.003092790488153696
-    ratio = ratio * y - 0.0057799494825303555
-    ratio = ratio * y + 0.008758326061069965
-    ratio = ratio * y - 0.013116663321852684
-    ratio = ratio * y + 0.018861297518014908
-    ratio = ratio * y - 0.02525627426803112
-    ratio = ratio * y + 0.03207278996706009
-    ratio = ratio * y - 0.03961941972374916
-    ratio = ratio * y + 0.049329083412885666
-    ratio = ratio * y - 0.06662127375602722
-    ratio = ratio * y + 0.1336061954498291
+    ratio = polynomial(y, (
+        0.0002757363545242697, -0.0007451784913428128, 0.0007204240537248552, -0.0010867734672501683,
+        0.003092790488153696, -0.0057799494825303555, 0.008758326061069965, -0.013116663321852684,
+        0.018861297518014908, -0.02525627426803112, 0.03207278996706009, -0.03961941972374916,
+        0.049329083412885666, -0.06662127375602722, 0.1336061954498291,
+    ))  # fmt: skip
     return tl.minimum(tl.maximum(value * ratio + 0.5, 0.0), 1.0)
 
 
@@ -188,12 +186,10 @@ def coarse_normal_tail(value):
     """
     u = reciprocal(1.0 + 0.3 * tl.abs(value))
     e = power_of_two(-0.7213475204444817 * (value * value))
-    ratio = -0.07709738612174988
-    ratio = ratio * u + 0.21603697538375854
-    ratio = ratio * u - 0.016948005184531212
-    ratio = ratio * u + 0.14419636130332947
-    ratio = ratio * u + 0.1137419268488884
-    ratio = ratio * u + 0.12007423490285873
+    ratio = polynomial(u, (
+        -0.07709738612174988, 0.21603697538375854, -0.016948005184531212, 0.14419636130332947,
+        0.1137419268488884, 0.12007423490285873,
+    ))  # fmt: skip
     return ratio * (u * e), e
 
 
@@ -221,14 +217,10 @@ def float16_gelu(value, operand):
     The factor is a minimax fit of degree 6 in value**2, weighted by the error of a value and its GELU in float16. As a
     quotient it stays accurate in the tail. As the convolution's epilogue it takes 0.45 ms at the target size (H200).
     """
-    square = value * value
-    factor = -2.9909319465559747e-09
-    factor = factor * square + 2.597860770947591e-07
-    factor = factor * square - 8.861806236382108e-06
-    factor = factor * square + 0.00013506693358067423
-    factor = factor * square + 0.00019935121235903352
-    factor = factor * square - 0.10501373559236526
-    factor = factor * square - 2.302126407623291
+    factor = polynomial(value * value, (
+        -2.9909319465559747e-09, 2.597860770947591e-07, -8.861806236382108e-06, 0.00013506693358067423,
+        0.00019935121235903352, -0.10501373559236526, -2.302126407623291,
+    ))  # fmt: skip
     return times_logistic(value, factor)
 
 
@@ -238,11 +230,9 @@ def bfloat16_gelu(value, operand):
 
     The factor is the same fit, of degree 3. It takes 0.35 ms.
     """
-    square = value * value
-    factor = -6.891043085488491e-06
-    factor = factor * square + 0.001233759569004178
-    factor = factor * square - 0.10786987841129303
-    factor = factor * square - 2.3001952171325684
+    factor = polynomial(value * value, (
+        -6.891043085488491e-06, 0.001233759569004178, -0.10786987841129303, -2.3001952171325684,
+    ))  # fmt: skip
     return times_logistic(value, factor)
 
 
@@ -275,14 +265,6 @@ def gelu_tanh_gradient(gradient, value, operand):
     return gradient * (s + value * (s * rest) * slope)
 
 
-def _plain(value: torch.Tensor, operand: Any) -> torch.Tensor:
-    return value
-
-
-def _no_jumps(operand: Any) -> tuple[float, ...]:
-    return ()
-
-
 def source(function: triton.runtime.JITFunction) -> Any:
     """What a jit function is made of, which a second definition shares. (The interpreter's have no key.)"""
     return getattr(function, "cache_key", function)
@@ -307,9 +289,9 @@ class Pointwise:
     name: str
     function: triton.runtime.JITFunction
     gradient: triton.runtime.JITFunction
-    plain: Callable[[torch.Tensor, Any], torch.Tensor] = field(default=_plain, repr=False)
+    plain: Callable[[torch.Tensor, Any], torch.Tensor] = field(repr=False)
     operand: str = ""
-    jumps: Callable[[Any], tuple[float, ...]] = field(default=_no_jumps, repr=False)
+    jumps: Callable[[Any], tuple[float, ...]] = field(default=lambda operand: (), repr=False)
     forms: tuple[tuple[torch.dtype, triton.runtime.JITFunction, triton.runtime.JITFunction], ...] = field(
         default=(), repr=False
     )

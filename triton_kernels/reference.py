@@ -31,7 +31,7 @@ def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1,
 
     ``operands`` has one entry a step, as the kernels take them. Biases that are in ``z`` already are None.
     """
-    first = len(chain.biases) + len(chain.activation)
+    first = chain.norm_place
     value = _apply(chain.steps[:first], z, operands[:first])
     if chain.norm:
         weight, bias = operands[first : first + 2]

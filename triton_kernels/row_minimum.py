@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 
 from triton_kernels.chain import Reduction
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
-from triton_kernels.group_statistics import load_affine
 from triton_kernels.launch import launch, wait_for_launch_before
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
 
 
@@ -38,13 +36,7 @@ def key_value(key):
 
 @triton.jit
 def lesser(a, b):
-    """The lesser of two numbers, or NaN where one of them is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def bits_of(value):
-    return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -55,7 +47,7 @@ def bit_mask(condition):
     ``either`` of it.
     """
     mask = tl.where(condition, -1, 0)
-    if _INTERPRETED:
+    if IN_INTERPRETER:
         return mask
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -104,8 +96,9 @@ def store_row_minimum(
         found = (group_least == tl.expand_dims(least, 1)) | (group_least != group_least)  # a NaN is the least
         winner = tl.min(tl.where(found, INDICES(GROUPS)[None, :], GROUPS), 1)
         of_winner = bit_mask(INDICES(GROUPS)[None, :] == winner[:, None])
-        winner_rstd = tl.reduce(bits_of(rstd) & of_winner, 1, either)
-        winner_normalized = tl.reduce(bits_of(normalized) & tl.expand_dims(of_winner, 2), 1, either)
+        winner_rstd = tl.reduce(rstd.to(tl.int32, bitcast=True) & of_winner, 1, either)
+        group_bits = normalized.to(tl.int32, bitcast=True) & tl.expand_dims(of_winner, 2)
+        winner_normalized = tl.reduce(group_bits, 1, either)
         tl.store(saved_group + offset, group + winner, mask=row_inside)
         tl.store(saved_rstd + offset, winner_rstd.to(tl.float32, bitcast=True), mask=row_inside)
         matrix_rows = (row + INDICES(ROWS))[:, None]
@@ -174,8 +167,13 @@ def finish_kernel(
             group_column = tl.load(tile_group + offset, mask=row_inside, other=0) * GROUP_SIZE
             # With a bias and no weight, the compiler rounds the tile's values once less than here. Of two values that
             # are one rounding apart, this may find the other one.
-            weight, shift = load_affine(norm_weight, norm_bias, group_column[:, None] + members[None, :], member_inside)
-            keys = tl.where(member_inside, ordered_key(normalized * weight + shift), _LAST)
+            affine = group_column[:, None] + members[None, :]
+            y = normalized
+            if norm_weight is not None:
+                y *= tl.load(norm_weight + affine, mask=member_inside, other=0.0).to(tl.float32)
+            if norm_bias is not None:
+                y += tl.load(norm_bias + affine, mask=member_inside, other=0.0).to(tl.float32)
+            keys = tl.where(member_inside, ordered_key(y), _LAST)
             found = member_inside & (keys == tl.min(keys, 1)[:, None])
             member = tl.min(tl.where(found, members[None, :], _LAST), 1)
             tl.store(winner_column + rows, group_column + member, mask=row_inside)
@@ -217,8 +215,6 @@ def finish(
     """
     tiles, M = keys.shape
     C = output.shape[0]
-    if M == 0:
-        return
     block_group = next_power_of_2(group_size)
     block_m = max(1, min(64, 4096 // block_group)) if winner is not None else 64
     block_c = 128

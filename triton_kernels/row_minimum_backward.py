@@ -10,53 +10,16 @@ import triton
 import triton.language as tl
 
 from triton_kernels.column_sums import add_up, empty_partials, store_sums
-from triton_kernels.device import INTERPRETED
+from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.launch import call, launch, wait_for_launch_before
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _LAST = tl.constexpr(2147483647)
 
 #: Up to this many rows, counting takes less time than PyTorch's sort: 8 us against 39 us at 1024 (H200).
 _MOST_RANKED_ROWS = 8192
 #: Number of programs that share the output's gradient. Where it has few columns, its rows are divided too.
 _OUTPUT_GRADIENT_PROGRAMS = 256
-
-
-@triton.jit
-def add_up_output_gradient(
-    program,
-    output_gradient,
-    column_stride,
-    row_stride,
-    row_partials,
-    column_partials,
-    M,
-    C,
-    shares,
-    rows_per_program,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Both sums of the output's gradient in one pass: over the columns for the minimum, over the rows for the bias.
-
-    They are in float64, which costs no time beside the memory traffic. A minimum's gradient is one long sum, and all
-    that follows has its error.
-    """
-    share = program % shares
-    column_block = program // shares
-    columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
-    column_inside = columns < C
-    source = output_gradient + columns.to(tl.int64)[:, None] * column_stride
-    total = tl.zeros((BLOCK_C,), tl.float64)
-    first_row = share * rows_per_program
-    for first in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
-        rows = first + tl.arange(0, BLOCK_M)
-        inside = column_inside[:, None] & (rows < M)[None, :]
-        values = tl.load(source + rows.to(tl.int64)[None, :] * row_stride, mask=inside, other=0.0).to(tl.float64)
-        total += tl.sum(values, 1)
-        tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
-    store_sums(column_partials, share.to(tl.int64) * C + columns, total.to(tl.float32), column_inside)
 
 
 @triton.jit
@@ -99,11 +62,8 @@ def winner_backward_kernel(
     projection = gradient * tl.sum(tl.where(is_winner, values, 0.0), 1) / GROUP_SIZE
     scattered = tl.where(is_winner, gradient[:, None], 0.0)
     scale = tl.load(rstd + rows, mask=row_inside, other=0.0)
-    tl.store(
-        z_gradient + offset,
-        scale[:, None] * (scattered - mean[:, None] - values * projection[:, None]),
-        mask=inside,
-    )
+    z = scale[:, None] * (scattered - mean[:, None] - values * projection[:, None])
+    tl.store(z_gradient + offset, z, mask=inside)
 
 
 @triton.jit
@@ -128,9 +88,8 @@ def input_gradient_kernel(
     for member in range(GROUP_SIZE):
         coefficient = tl.load(z_gradient + row * GROUP_SIZE + member)
         source = weight + (first + member).to(tl.int64) * weight_row_stride
-        total += coefficient * tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0).to(
-            tl.float32
-        )
+        values = tl.load(source + k.to(tl.int64) * weight_column_stride, mask=k < K, other=0.0)
+        total += coefficient * values.to(tl.float32)
     tl.store(output + row * K + k, total.to(output.dtype.element_ty), mask=k < K)
 
 
@@ -140,47 +99,13 @@ def add_product(total, coefficients, values):
     two."""
     if values.dtype == tl.float32:
         total = tl.dot(coefficients, values, total, input_precision="tf32x3")
-    elif _INTERPRETED:
+    elif IN_INTERPRETER:
         total = tl.dot(coefficients, values.to(tl.float32), total)
     else:
         high = coefficients.to(values.dtype)
         low = (coefficients - high.to(tl.float32)).to(values.dtype)
         total = tl.dot(high, values, tl.dot(low, values, total))
     return total
-
-
-@triton.jit
-def rank_rows(
-    program,
-    column,
-    order,
-    offsets,
-    M,
-    num_groups,
-    row_programs,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_OTHERS: tl.constexpr,
-):
-    """order[rank of m] = m, offsets[g] = number of rows in groups before g. Found by counting, in one pass."""
-    ranks_rows = program < row_programs
-    mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
-    my_group = mine
-    my_row = tl.zeros((BLOCK,), tl.int32)
-    if ranks_rows:
-        my_group = tl.load(column + mine, mask=mine < M, other=0) // GROUP_SIZE
-        my_row = mine
-    count = tl.zeros((BLOCK, BLOCK_OTHERS), tl.int32)
-    for start in range(0, M, BLOCK_OTHERS):
-        others = start + tl.arange(0, BLOCK_OTHERS)
-        group = tl.load(column + others, mask=others < M, other=_LAST) // GROUP_SIZE
-        in_group = (group[None, :] == my_group[:, None]) & (others[None, :] < my_row[:, None])
-        count += ((group[None, :] < my_group[:, None]) | in_group).to(tl.int32)
-    rank = tl.sum(count, 1)
-    if ranks_rows:
-        tl.store(order + rank, mine, mask=mine < M)
-    else:
-        tl.store(offsets + mine, rank, mask=mine <= num_groups)
 
 
 @triton.jit(do_not_specialize=["shares", "sum_programs", "row_programs"])  # these go with the batch
@@ -207,20 +132,51 @@ def sums_and_ranks_kernel(
     BLOCK_OTHERS: tl.constexpr,
 ):
     """Sums of the output's gradient, and the order of the rows. They are independent, and a second launch would take
-    4 us."""
+    4 us.
+
+    The first programs take the output's gradient in one pass: they sum over the columns for the minimum, and over the
+    rows for the bias. They do so in float64, which costs no time beside the memory traffic. A minimum's gradient is one
+    long sum, and all that follows has its error.
+
+    The others count, in one pass: order[rank of m] = m, offsets[g] = number of rows in groups before g.
+    """
     wait_for_launch_before()
     program = tl.program_id(0)
-    # fmt: off
     if program < sum_programs:
-        add_up_output_gradient(
-            program, output_gradient, column_stride, row_stride, row_partials, column_partials, M, C, shares,
-            rows_per_program, BLOCK_M, BLOCK_C,
-        )
+        share = program % shares
+        column_block = program // shares
+        columns = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
+        column_inside = columns < C
+        source = output_gradient + columns.to(tl.int64)[:, None] * column_stride
+        total = tl.zeros((BLOCK_C,), tl.float64)
+        first_row = share * rows_per_program
+        for first in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
+            rows = first + tl.arange(0, BLOCK_M)
+            inside = column_inside[:, None] & (rows < M)[None, :]
+            values = tl.load(source + rows.to(tl.int64)[None, :] * row_stride, mask=inside, other=0.0).to(tl.float64)
+            total += tl.sum(values, 1)
+            tl.store(row_partials + column_block.to(tl.int64) * M + rows, tl.sum(values, 0), mask=rows < M)
+        store_sums(column_partials, share.to(tl.int64) * C + columns, total.to(tl.float32), column_inside)
     else:
-        rank_rows(
-            program - sum_programs, column, order, offsets, M, num_groups, row_programs, GROUP_SIZE, BLOCK, BLOCK_OTHERS
-        )
-    # fmt: on
+        program -= sum_programs
+        ranks_rows = program < row_programs
+        mine = tl.where(ranks_rows, program, program - row_programs) * BLOCK + tl.arange(0, BLOCK)
+        my_group = mine
+        my_row = tl.zeros((BLOCK,), tl.int32)
+        if ranks_rows:
+            my_group = tl.load(column + mine, mask=mine < M, other=0) // GROUP_SIZE
+            my_row = mine
+        count = tl.zeros((BLOCK, BLOCK_OTHERS), tl.int32)
+        for start in range(0, M, BLOCK_OTHERS):
+            others = start + tl.arange(0, BLOCK_OTHERS)
+            group = tl.load(column + others, mask=others < M, other=_LAST) // GROUP_SIZE
+            in_group = (group[None, :] == my_group[:, None]) & (others[None, :] < my_row[:, None])
+            count += ((group[None, :] < my_group[:, None]) | in_group).to(tl.int32)
+        rank = tl.sum(count, 1)
+        if ranks_rows:
+            tl.store(order + rank, mine, mask=mine < M)
+        else:
+            tl.store(offsets + mine, rank, mask=mine <= num_groups)
 
 
 @triton.jit
@@ -287,9 +243,8 @@ def column_gradients_kernel(
     wait_for_launch_before()
     group = tl.program_id(0)
     members = tl.arange(0, BLOCK_GROUP)
-    bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
-    norm_weight_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
-    norm_bias_sum = tl.zeros((BLOCK_GROUP,), tl.float64)
+    zeros = tl.zeros((BLOCK_GROUP,), tl.float64)
+    bias_sum, norm_weight_sum, norm_bias_sum = zeros, zeros, zeros
     end = tl.load(offsets + group + 1)
     for first in range(tl.load(offsets + group), end, BLOCK_M):
         places = first + tl.arange(0, BLOCK_M)
@@ -304,8 +259,7 @@ def column_gradients_kernel(
         values = tl.load(normalized + offset, mask=inside, other=0.0)
         norm_weight_sum += tl.sum(tl.where(is_winner, gradient * values, 0.0), 0)
         norm_bias_sum += tl.sum(tl.where(is_winner, gradient, 0.0), 0)
-    target = group * GROUP_SIZE + members
-    member_inside = members < GROUP_SIZE
+    target, member_inside = group * GROUP_SIZE + members, members < GROUP_SIZE
     # There is no conversion from float64 to 16 bits.
     for i in tl.static_range(len(bias_gradients)):
         store_sums(bias_gradients[i], target, bias_sum.to(tl.float32), member_inside)
@@ -351,32 +305,31 @@ def sums_and_order(
         rank_programs = row_programs + blocks_of(num_groups + 1, block)
     else:
         order, offsets = call(_sorted_rows, column, num_groups, group_size)
-    if programs := sum_programs + rank_programs:
-        launch(
-            sums_and_ranks_kernel,
-            (programs,),
-            device,
-            output_gradient,
-            *output_gradient.stride(),
-            row_partials,
-            *column_partials,
-            column,
-            order,
-            offsets,
-            M,
-            C,
-            max(1, shares),
-            rows_per_program,
-            sum_programs,
-            num_groups,
-            row_programs,
-            GROUP_SIZE=group_size,
-            BLOCK_M=block_m,
-            BLOCK_C=block_c,
-            BLOCK=block,
-            BLOCK_OTHERS=128,
-            num_warps=4,
-        )
+    launch(
+        sums_and_ranks_kernel,
+        (sum_programs + rank_programs,),
+        device,
+        output_gradient,
+        *output_gradient.stride(),
+        row_partials,
+        *column_partials,
+        column,
+        order,
+        offsets,
+        M,
+        C,
+        max(1, shares),
+        rows_per_program,
+        sum_programs,
+        num_groups,
+        row_programs,
+        GROUP_SIZE=group_size,
+        BLOCK_M=block_m,
+        BLOCK_C=block_c,
+        BLOCK=block,
+        BLOCK_OTHERS=128,
+        num_warps=4,
+    )
     add_up(column_partials, (bias_gradient,))
     return row_partials, order, offsets
 
@@ -394,11 +347,8 @@ def winner_backward(
     column, rstd, normalized = winner
     M = column.numel()
     minimum_gradient, z_gradient = torch.empty_like(rstd), torch.empty_like(normalized)
-    if M == 0:
-        return minimum_gradient, z_gradient
-    block_group = next_power_of_2(group_size)
+    block_group, blocks = next_power_of_2(group_size), row_partials.shape[0]
     block_m = max(1, min(8, 2048 // block_group))
-    blocks = row_partials.shape[0]
     launch(
         winner_backward_kernel,
         (blocks_of(M, block_m),),
@@ -424,9 +374,7 @@ def winner_backward(
 def input_gradient(z_gradient, column, order, weight, output) -> None:
     """output [M, K] = each row's z_gradient [group_size] @ the winning group's rows of weight [N, K] (any strides)."""
     M, K = output.shape
-    if M == 0 or K == 0:
-        return
-    block_k = min(1024, next_power_of_2(K))
+    block_k = min(1024, next_power_of_2(max(1, K)))
     launch(
         input_gradient_kernel,
         grid_of(M, blocks_of(K, block_k)),
@@ -447,8 +395,6 @@ def weight_gradient(z_gradient, order, offsets, input, output) -> None:
     """output [N, K] = by group, the sum over rows of z_gradient's outer product with input [M, K] (any strides)."""
     group_size = z_gradient.shape[1]
     N, K = output.shape
-    if K == 0:
-        return
     block_group = max(16, next_power_of_2(group_size))
     block_k = max(16, min(4096 // block_group, next_power_of_2(K)))
     launch(

@@ -34,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.hopper import runs_hopper_convolutions
+from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.launch import call, launch, wait_for_launch_before
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
@@ -82,7 +83,6 @@ class Taps:
 
     @property
     def boxes(self) -> int:
-        """The number of boxes of the shifted operand that a tile needs."""
         return 1 if self.shared_box else self.kernel_size[1]
 
     @functools.cached_property
@@ -247,7 +247,6 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
 
 @gluon.jit
 def idle():
-    """A warpgroup without work."""
     pass
 
 
@@ -277,52 +276,37 @@ def weight_gradient_kernel(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     fixed_slots = gl.allocate_shared_memory(fixed.dtype, [STAGES, 128, 64], SWIZZLED)
     shifted_slots = gl.allocate_shared_memory(fixed.dtype, [EIGHTS, 8, 64], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=KW)
+    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, KW))
     fence_async_shared()
     sources = (fixed, shifted, halo)
     first = (fixed_first, shifted_first)
     shift = (row_shift, column_shift)
     scope = (tiles, tiles_y, tiles_x, blocks_shifted, blocks)
     slots = (fixed_slots, shifted_slots)
-    barriers = (ready, empty)
     # Registers: all warps, rounded up to multiples of four, share 65536. A multiplying thread holds 32 for each tap
     # row's sums and 32 of the fixed tile. The copying warp spills at 24. With one tap column, an idle warpgroup is
     # added: without it Triton asks for 256 registers a thread, which ptxas ignores.
+    # fmt: off
     if KW == 1:
-        gl.warp_specialize(
-            [
-                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
-                (idle, ()),
-                (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+        gl.warp_specialize([
+            (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
+            (idle, ()),
+            (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
+        ], [4, 1], [232, 40])
     elif KW == 2:
-        gl.warp_specialize(
-            [
-                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
-                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 1, ACCUMULATE)),
-                (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+        gl.warp_specialize([
+            (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
+            (sum_tap_column, (partials, scope, slots, barriers, TAPS, 1, ACCUMULATE)),
+            (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
+        ], [4, 1], [232, 40])
     else:
-        gl.warp_specialize(
-            [
-                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
-                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 1, ACCUMULATE)),
-                (sum_tap_column, (partials, scope, slots, barriers, TAPS, 2, ACCUMULATE)),
-                (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+        gl.warp_specialize([
+            (sum_tap_column, (partials, scope, slots, barriers, TAPS, 0, ACCUMULATE)),
+            (sum_tap_column, (partials, scope, slots, barriers, TAPS, 1, ACCUMULATE)),
+            (sum_tap_column, (partials, scope, slots, barriers, TAPS, 2, ACCUMULATE)),
+            (load_tiles, (sources, first, shift, scope, slots, barriers, TAPS)),
+        ], [4, 4, 1], [160, 160, 32])
+    # fmt: on
 
 
 def supports(
@@ -342,7 +326,7 @@ def supports(
         and input.dtype == gradient.dtype
         and input.dtype in (torch.bfloat16, torch.float16)
         and all(1 <= size <= 3 for size in kernel_size)
-        and _taps(kernel_size, dilation, config).stages >= 2
+        and Taps(kernel_size, dilation, config.columns, config.stages).stages >= 2
         and all(
             t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(3) == 1 and all(s % 8 == 0 for s in t.stride()[:3])
             for t in (input, gradient)
@@ -386,7 +370,7 @@ def convolution_weight_gradient(
         if not accumulate:
             call(_zero, partials)
         return
-    taps = _taps(kernel_size, dilation, config)
+    taps = Taps(kernel_size, dilation, config.columns, config.stages)
     if _gradient_is_fixed(input.shape, gradient.shape, config):
         fixed, shifted, fixed_first, shifted_first = gradient, input, gradient_first, input_first
     else:
@@ -443,11 +427,6 @@ def by_taps(
         sums = sums.flip(0, 1)
     sums = sums.reshape(*kernel_size, gradient_blocks * _CHANNELS, input_blocks * _CHANNELS)
     return sums[:, :, : gradient_shape[3], : input_shape[3]]
-
-
-@functools.lru_cache
-def _taps(kernel_size: tuple[int, int], dilation: tuple[int, int], config: WeightGradientConfig) -> Taps:
-    return Taps(kernel_size, dilation, config.columns, config.stages)
 
 
 def _gradient_is_fixed(

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from triton_kernels.column_sums import add_up, column_sums, empty_partials, float32_partials
+from triton_kernels.chains import GROUP_NORM
+from triton_kernels.column_sums import add_up, column_sums, empty_partials
+from triton_kernels.image_group_norm import empty_sums
+from triton_kernels.image_tiles import ImageNormConfig
 
 
 def draw(*shape, seed=0):
@@ -17,10 +20,11 @@ def test_against_float64(sums, chunks, channels):
 
 
 def test_partials_are_float32_whatever_the_default():
-    device, vectors = torch.device("cpu"), (None, torch.empty(8, dtype=torch.bfloat16))
+    vectors = (None, torch.empty(8, dtype=torch.bfloat16))
     torch.set_default_dtype(torch.float64)
     try:
-        partials = [*float32_partials(vectors, 3, 8, device), *empty_partials(vectors, 3)]
+        images = empty_sums(GROUP_NORM, vectors, torch.empty(3, 8, 5), ImageNormConfig(8, 8))
+        partials = [*images, *empty_partials(vectors, 3)]
     finally:
         torch.set_default_dtype(torch.float32)
     assert {partial.dtype for partial in partials if partial is not None} == {torch.float32}
@@ -47,21 +51,28 @@ def test_sums_of_samples():
 
 
 def test_partials():
-    """One chunk is its sum: it is written to where it belongs, for sums that are read on the way if that is float32."""
+    """One chunk is its sum: it is written to where it belongs."""
     vectors = (torch.empty(7), None, torch.empty(7, dtype=torch.bfloat16))
     assert empty_partials(vectors, 1) == list(vectors)
     for chunks in (0, 3):
         first, absent, last = empty_partials(vectors, chunks)
         assert absent is None and first.shape == last.shape == (chunks, 7)
         assert first.dtype == last.dtype == torch.float32
-    assert [each is vector for each, vector in zip(float32_partials(vectors, 1, 7, "cpu"), vectors, strict=True)] == [
-        True,
-        False,
-        False,
-    ]
-    for chunks in (1, 3):
-        shapes = [tuple(each.view(chunks, 7).shape) for each in float32_partials(vectors, chunks, 7, "cpu")]
-        assert shapes == [(chunks, 7)] * 3
+
+
+def test_partials_of_images():
+    """They are read on the way, so a strip is its sum in float32 alone, and those of the norm are always there."""
+    vectors = [torch.empty(7), None, torch.empty(7, dtype=torch.bfloat16)]
+    for gradients in (vectors[:2], vectors[1:]):
+        for samples in (1, 3):
+            sums = empty_sums(GROUP_NORM, gradients, torch.empty(samples, 7, 5), ImageNormConfig(8, 8))
+            assert [each.shape for each in sums] == [(samples, 1, 7)] * 2
+            assert {each.dtype for each in sums} == {torch.float32}
+            shared = [
+                vector is not None and each.data_ptr() == vector.data_ptr()
+                for each, vector in zip(sums, gradients, strict=True)
+            ]
+            assert shared == [samples == 1 and vector is vectors[0] for vector in gradients]
 
 
 def test_no_channels_and_no_chunks():
