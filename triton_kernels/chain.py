@@ -141,13 +141,14 @@ class Chain:
             sums[:biases] = [None if each is None else first for each in stored]
             stored = [each if each is first else None for each in stored]
         partials = [gradient if each is None else each for each, gradient in zip(sums, gradients, strict=True)]
-        after = [
-            (step.operand, partial)
-            for step, operand, partial in list(zip(self.steps, operands, partials, strict=True))[biases:]
-            if step.adds or (step.has_tensor and operand is not None)
-        ]
-        others, kinds = tuple(each for _, each in after), tuple(kind for kind, _ in after)
+        kept = [place for place in range(biases, len(self.steps)) if self.has_gradient(place, operands)]
+        others, kinds = tuple(partials[place] for place in kept), tuple(self.steps[place].operand for place in kept)
         return tuple(stored), others, kinds, partials
+
+    def has_gradient(self, place: int, operands: Sequence[Any]) -> bool:
+        """Whether ``steps_gradient`` returns one of the operand of the step at ``place``."""
+        step = self.steps[place]
+        return step.adds or (step.has_tensor and operands[place] is not None)
 
 
 #: All chains of this process by the names of their kernels, the first one where only their biases differ.
@@ -169,8 +170,8 @@ def no_sums(tile, KINDS: tl.constexpr):
 
 
 @triton.jit
-def add_gradients(sums, gradients, targets, offsets, inside, KINDS: tl.constexpr):
-    """The sums with the gradients of vectors added; those of tensors are stored."""
+def add_gradients(sums, gradients, targets, place, inside, POINTERS: tl.constexpr, KINDS: tl.constexpr):
+    """The sums with the gradients of vectors added; those of tensors are stored where POINTERS says."""
     added = ()
     for i in tl.static_range(len(KINDS)):
         if KINDS[i] == "vector":
@@ -178,7 +179,8 @@ def add_gradients(sums, gradients, targets, offsets, inside, KINDS: tl.constexpr
         else:
             added = added + (sums[i],)
             if targets[i] is not None:
-                tl.store(targets[i] + offsets, gradients[i].to(targets[i].dtype.element_ty), mask=inside)
+                pointers = POINTERS(targets[i], place, inside)
+                tl.store(pointers, gradients[i].to(pointers.dtype.element_ty), mask=inside)
     return added
 
 
@@ -229,29 +231,35 @@ def steps_gradient(gradient, value, operands, CHAIN: tl.constexpr, FIRST: tl.con
 
 
 @triton.jit
-def load_vectors(operands, columns, real, CHAIN: tl.constexpr):
+def load_vectors(operands, columns, real, CHAIN: tl.constexpr, AXIS: tl.constexpr = None):
     """The operands of CHAIN's steps, each in a tuple that is empty for None, with vectors loaded at ``columns``.
 
-    They are in float32. (A tuple that is made in a kernel cannot hold None.)
+    They are in float32, and have one more axis where AXIS says. It is added afterwards, as loads along it would be
+    repeated. (A tuple that is made in a kernel cannot hold None.)
     """
     loaded = ()
     for i in tl.static_range(len(CHAIN.steps)):
         if operands[i] is None:
             loaded = loaded + ((),)
         elif CHAIN.steps[i].operand == "vector":
-            loaded = loaded + ((tl.load(operands[i] + columns, mask=real, other=0.0).to(tl.float32),),)
+            vector = tl.load(operands[i] + columns, mask=real, other=0.0).to(tl.float32)
+            loaded = loaded + ((vector if AXIS is None else tl.expand_dims(vector, AXIS),),)
         else:
             loaded = loaded + ((operands[i],),)
     return loaded
 
 
 @triton.jit
-def load_tensors(operands, offsets, inside, CHAIN: tl.constexpr):
-    """The same with the tensors among ``load_vectors``'s result loaded at ``offsets``, in float32."""
+def load_tensors(operands, place, inside, POINTERS: tl.constexpr, CHAIN: tl.constexpr):
+    """The same with the tensors among ``load_vectors``'s result loaded in float32.
+
+    POINTERS(tensor, place, inside) are those to a tile of one.
+    """
     loaded = ()
     for i in tl.static_range(len(CHAIN.steps)):
         if CHAIN.steps[i].operand == "tensor" and len(operands[i]) > 0:
-            loaded = loaded + ((tl.load(operands[i][0] + offsets, mask=inside, other=0.0).to(tl.float32),),)
+            pointers = POINTERS(operands[i][0], place, inside)
+            loaded = loaded + ((tl.load(pointers, mask=inside, other=0.0).to(tl.float32),),)
         else:
             loaded = loaded + (operands[i],)
     return loaded

@@ -76,6 +76,11 @@ def place_tile(
 
 
 @triton.jit
+def pointers_at(matrix, offsets, inside):
+    return matrix + offsets
+
+
+@triton.jit
 def group_norm_kernel(
     input,  # [M, C]
     operands,  # of the chain's steps
@@ -96,7 +101,7 @@ def group_norm_kernel(
     tile = second_place()
     group = tile * BLOCK_G
     columns, real, offsets, inside = place_tile(row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP)
-    loaded = load_tensors(load_vectors(operands, columns, real, CHAIN), offsets, inside, CHAIN)
+    loaded = load_tensors(load_vectors(operands, columns, real, CHAIN), offsets, inside, pointers_at, CHAIN)
     values = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
     y = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     if CHAIN.norm != "":
@@ -147,7 +152,7 @@ def group_norm_backward_kernel(
         columns, real, offsets, inside = place_tile(
             row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
         )
-        loaded = load_tensors(vectors, offsets, inside, CHAIN)
+        loaded = load_tensors(vectors, offsets, inside, pointers_at, CHAIN)
         z = tl.load(input + offsets, mask=inside, other=0.0).to(tl.float32)
         z = apply_steps(z, loaded, CHAIN, 0, len(CHAIN.biases))
         dy = tl.load(output_gradient + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -162,7 +167,7 @@ def group_norm_backward_kernel(
         dz, of_activation = steps_gradient(dy, z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
         tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
         input_sum += tl.where(inside, dz, 0.0)
-        sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, KINDS)
+        sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, pointers_at, KINDS)
     columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
     place = chunk.to(tl.int64) * (num_groups * GROUP_SIZE) + columns

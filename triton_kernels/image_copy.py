@@ -39,8 +39,6 @@ def copy_kernel(
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
-    SOURCE_UNITS: tl.constexpr,
-    TARGET_UNITS: tl.constexpr,
     TRANSFORM: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     INDEX: tl.constexpr,
@@ -51,11 +49,11 @@ def copy_kernel(
     wait_for_launch_before()
     place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
-    values = load_tile(source, SOURCE_UNITS, place, inside)
+    values = load_tile(source, place, inside)
     copied = TRANSFORM(values, None).to(target[0].dtype.element_ty)
-    store_tile(target, TARGET_UNITS, place, inside, copied)
+    store_tile(target, place, inside, copied)
     if rest is not None:
-        store_tile(rest, TARGET_UNITS, place, inside, values - copied.to(tl.float32))
+        store_tile(rest, place, inside, values - copied.to(tl.float32))
 
 
 def copy_image(
@@ -71,18 +69,14 @@ def copy_image(
     ``transform`` is a function as ``triton_kernels.pointwise`` describes them. It takes values of the source's dtype.
     ``rest`` has the target's strides and becomes source - target for a float32 source.
     """
-    source_image, source_units = as_image(source)
-    target_image, target_units = as_image(target)
     launch_tiles(
         copy_kernel,
         source,
         config.tiles(source.shape[2]),
         config,
-        source_image,
-        target_image,
-        None if rest is None else as_image(rest)[0],
-        SOURCE_UNITS=source_units,
-        TARGET_UNITS=target_units,
+        as_image(source),
+        as_image(target),
+        None if rest is None else as_image(rest),
         TRANSFORM=transform,
     )
 

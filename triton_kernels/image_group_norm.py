@@ -11,21 +11,28 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.chain import Chain, apply_steps, no_sums, steps_gradient, store_gradients
+from triton_kernels.chain import (
+    Chain,
+    add_gradients,
+    apply_steps,
+    load_tensors,
+    load_vectors,
+    no_sums,
+    steps_gradient,
+    store_gradients,
+)
 from triton_kernels.column_sums import add_up
 from triton_kernels.image_statistics import merged_blocks
 from triton_kernels.image_tiles import (
     ImageNormConfig,
     as_image,
-    as_images,
     image_operands,
     is_inside,
     launch_tiles,
-    load_columns,
-    load_images,
     load_tile,
     place_of_program,
     store_tile,
+    tile_of_image,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
@@ -55,9 +62,6 @@ def apply_kernel(
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
-    INPUT_UNITS: tl.constexpr,
-    OPERAND_UNITS: tl.constexpr,
-    OUTPUT_UNITS: tl.constexpr,
     CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
@@ -69,30 +73,14 @@ def apply_kernel(
     wait_for_launch_before()
     place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
-    values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
-    loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
+    values = load_tile(input, place, inside).to(tl.float32)
+    loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
     values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     mean, rstd = load_groups(statistics, place, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     # Of each of these loads, only what is used is compiled. Used at once, it takes fewer registers.
-    loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
+    loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
     normalized = (values - mean) * rstd
-    store_tile(
-        output, OUTPUT_UNITS, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
-    )
-
-
-@triton.jit
-def add_gradients(sums, gradients, targets, UNITS: tl.constexpr, place, inside, KINDS: tl.constexpr):
-    """The sums with the gradients of vectors added; those of tensors are stored."""
-    added = ()
-    for i in tl.static_range(len(KINDS)):
-        if KINDS[i] == "vector":
-            added = added + (sums[i] + tl.where(inside, gradients[i], 0.0),)
-        else:
-            added = added + (sums[i],)
-            if targets[i] is not None:
-                store_tile(targets[i], UNITS, place, inside, gradients[i], 3 * i)
-    return added
+    store_tile(output, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps)))
 
 
 @triton.jit
@@ -106,10 +94,6 @@ def last_sums_kernel(
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
-    GRADIENT_UNITS: tl.constexpr,
-    INPUT_UNITS: tl.constexpr,
-    OPERAND_UNITS: tl.constexpr,
-    TARGET_UNITS: tl.constexpr,
     KINDS: tl.constexpr,
     CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -124,19 +108,19 @@ def last_sums_kernel(
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     mean, rstd = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
-    vectors = load_columns(operands, c, real, CHAIN)
+    vectors = load_vectors(operands, c, real, CHAIN, 1)
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
     for pixel in range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S):
         place = (corner[0], corner[1], pixel)
         inside = is_inside(real, pixel, pixels, BLOCK_S)
-        loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
-        values = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
+        loaded = load_tensors(vectors, place, inside, tile_of_image, CHAIN)
+        values = load_tile(input, place, inside).to(tl.float32)
         normalized = (apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
-        dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
+        dy = load_tile(output_gradient, place, inside).to(tl.float32)
         y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, CHAIN.norm_place + 2)
         dy, of_after = steps_gradient(dy, y, loaded, CHAIN, CHAIN.norm_place + 2, len(CHAIN.steps))
         gradients = (dy * normalized, dy) + of_after
-        sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
+        sums = add_gradients(sums, gradients, targets, place, inside, tile_of_image, KINDS)
     store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
@@ -189,11 +173,6 @@ def apply_backward_kernel(
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
-    GRADIENT_UNITS: tl.constexpr,
-    INPUT_UNITS: tl.constexpr,
-    OPERAND_UNITS: tl.constexpr,
-    RESULT_UNITS: tl.constexpr,
-    TARGET_UNITS: tl.constexpr,
     KINDS: tl.constexpr,
     CHAIN: tl.constexpr,
     STORED: tl.constexpr,
@@ -214,20 +193,20 @@ def apply_backward_kernel(
     corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     mean, rstd, projection, gradient_mean = groups
-    vectors = load_columns(operands, c, real, CHAIN)
+    vectors = load_vectors(operands, c, real, CHAIN, 1)
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
     for pixel in range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S):
         place = (corner[0], corner[1], pixel)
         inside = is_inside(real, pixel, pixels, BLOCK_S)
-        loaded = load_images(vectors, OPERAND_UNITS, place, inside, CHAIN)
-        z = load_tile(input, INPUT_UNITS, place, inside).to(tl.float32)
+        loaded = load_tensors(vectors, place, inside, tile_of_image, CHAIN)
+        z = load_tile(input, place, inside).to(tl.float32)
         normalized = (apply_steps(z, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
-        dy = load_tile(output_gradient, GRADIENT_UNITS, place, inside).to(tl.float32)
+        dy = load_tile(output_gradient, place, inside).to(tl.float32)
         dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
         dz = rstd * (dx - gradient_mean - normalized * projection)
         dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, CHAIN.norm_place)
-        sums = add_gradients(sums, gradients, targets, TARGET_UNITS, place, inside, KINDS)
-        store_tile(input_gradient, RESULT_UNITS, place, inside, STORED(dz, None))
+        sums = add_gradients(sums, gradients, targets, place, inside, tile_of_image, KINDS)
+        store_tile(input_gradient, place, inside, STORED(dz, None))
     store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
@@ -248,22 +227,16 @@ def image_group_norm(
         return
     B, C, S = input.shape
     num_groups = statistics.shape[1] // B
-    image, input_units = as_image(input)
-    operands, operand_units = image_operands(chain, operands)
-    result, output_units = as_image(output)
     launch_tiles(
         apply_kernel,
         input,
         config.tiles(S),
         config,
-        image,
-        operands,
-        result,
+        as_image(input),
+        image_operands(chain, operands),
+        as_image(output),
         statistics.unbind(),
         num_groups,
-        INPUT_UNITS=input_units,
-        OPERAND_UNITS=operand_units,
-        OUTPUT_UNITS=output_units,
         CHAIN=chain,
         GROUP_SIZE=C // num_groups,
     )
@@ -310,19 +283,12 @@ def add_up_sums(chain: Chain, sums: Sequence[torch.Tensor | None], gradients: Se
 
 def _targets(
     chain: Chain, operands: Sequence[Any], sums: Sequence[torch.Tensor | None], places: range
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Where a kernel stores the gradients that ``steps_gradient`` returns for some steps, and what they are."""
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Where a kernel stores the gradients that ``steps_gradient`` returns for some steps, and what they are (KINDS)."""
     norm = chain.norm_place
-    kept = [
-        (chain.steps[place].operand, sums[place])
-        for place in places
-        if place in (norm, norm + 1)
-        or chain.steps[place].adds
-        or (chain.steps[place].has_tensor and operands[place] is not None)
-    ]
-    kinds = tuple(kind for kind, _ in kept)
-    targets, units = as_images(kinds, [target for _, target in kept])
-    return targets, {"KINDS": kinds, "TARGET_UNITS": units}
+    images = image_operands(chain, sums)
+    kept = [place for place in places if place in (norm, norm + 1) or chain.has_gradient(place, operands)]
+    return tuple(images[place] for place in kept), tuple(chain.steps[place].operand for place in kept)
 
 
 def image_group_norm_backward(
@@ -351,33 +317,22 @@ def image_group_norm_backward(
     strips = config.strips(S)
     norm = chain.norm_place
     weight_sums, shift_sums = sums[norm : norm + 2]
-    last_targets, last_options = _targets(chain, operands, sums, range(norm, len(chain.steps)))
-    targets, target_options = _targets(chain, operands, sums, range(norm))
+    last_targets, last_kinds = _targets(chain, operands, sums, range(norm, len(chain.steps)))
+    targets, kinds = _targets(chain, operands, sums, range(norm))
     block_c, block_t = merged_blocks(group_size, strips)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
-    (gradient, gradient_units), (image, input_units) = as_image(output_gradient), as_image(input)
-    result, result_units = as_image(input_gradient)
-    operands, operand_units = image_operands(chain, operands)
-    options = {  # of both passes over the images
-        "GRADIENT_UNITS": gradient_units,
-        "INPUT_UNITS": input_units,
-        "OPERAND_UNITS": operand_units,
-        "CHAIN": chain,
-        "GROUP_SIZE": group_size,
-        "STRIP": config.strip,
-    }
+    images = as_image(output_gradient), as_image(input), image_operands(chain, operands)
+    options = {"CHAIN": chain, "GROUP_SIZE": group_size, "STRIP": config.strip}
     launch_tiles(
         last_sums_kernel,
         input,
         strips,
         config,
-        gradient,
-        image,
-        operands,
+        *images,
         statistics.unbind(),
         last_targets,
         num_groups,
-        **last_options,
+        KINDS=last_kinds,
         **options,
     )
     launch(
@@ -401,15 +356,12 @@ def image_group_norm_backward(
         input,
         strips,
         config,
-        gradient,
-        image,
-        operands,
-        result,
+        *images,
+        as_image(input_gradient),
         (*statistics.unbind(), *means),
         targets,
         num_groups,
-        RESULT_UNITS=result_units,
         STORED=stored,
-        **target_options,
+        KINDS=kinds,
         **options,
     )

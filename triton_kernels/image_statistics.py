@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.chain import Chain, apply_steps
+from triton_kernels.chain import Chain, apply_steps, load_tensors, load_vectors
 from triton_kernels.grid import next_power_of_2
 from triton_kernels.group_statistics import reciprocal_deviation
 from triton_kernels.image_tiles import (
@@ -25,10 +25,9 @@ from triton_kernels.image_tiles import (
     is_inside,
     launch_tiles,
     layout_of,
-    load_columns,
-    load_images,
     load_tile,
     place_of_program,
+    tile_of_image,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 
@@ -43,8 +42,6 @@ def partial_statistics_kernel(
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
-    UNITS: tl.constexpr,
-    OPERAND_UNITS: tl.constexpr,
     CHAIN: tl.constexpr,
     FOLD: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
@@ -58,8 +55,8 @@ def partial_statistics_kernel(
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], pixels, BLOCK_S)
-    values = load_tile(input, UNITS, place, inside).to(tl.float32)
-    loaded = load_images(load_columns(operands, c, real, CHAIN), OPERAND_UNITS, place, inside, CHAIN)
+    values = load_tile(input, place, inside).to(tl.float32)
+    loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
     values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     values = tl.reshape(values, (ROWS, FOLD * BLOCK_S))
     inside = tl.reshape(inside, values.shape)
@@ -197,20 +194,16 @@ def image_statistics(
     folds = tiles == 1 and layout_of(input) == CONTIGUOUS
     fold = math.gcd(C // num_groups, config.block_c) if folds else 1
     partials = PartialStatistics.empty(B, tiles, C // fold, input.device)
-    image, units = as_image(input)
-    operands, operand_units = image_operands(chain, operands)
     launch_tiles(
         partial_statistics_kernel,
         input,
         tiles,
         config,
-        image,
-        operands,
+        as_image(input),
+        image_operands(chain, operands),
         partials.counts,
         partials.means,
         partials.m2s,
-        UNITS=units,
-        OPERAND_UNITS=operand_units,
         CHAIN=chain,
         FOLD=fold,
     )

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.chain import Chain, load_vectors
+from triton_kernels.chain import Chain
 from triton_kernels.grid import blocks_of, grid_of, next_power_of_2, second_place
 from triton_kernels.launch import launch
 
@@ -84,53 +84,27 @@ def is_inside(real, pixel, pixels, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def tile_of_image(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr = 0):
+def tile_of_image(image, place, inside):
     """Pointers to the tile [BLOCK_C, BLOCK_S] of an image at a place. Offsets are int64, as images are large.
 
-    An image is a tensor [B, C, S] and its strides in UNITS, the first of which is number FIRST. ``inside`` has the
-    tile's shape.
+    ``image`` is from ``as_image``; ``inside`` has the tile's shape.
     """
-    tensor, strides = image
+    tensor, strides, units = image
     sample, channel, pixel = place
-    corner = tl.cast(sample, tl.int64) * strides[0] * UNITS[FIRST]
-    channels = (tl.cast(channel, tl.int64) + tl.arange(0, inside.shape[0])) * strides[1] * UNITS[FIRST + 1]
-    pixels = (tl.cast(pixel, tl.int64) + tl.arange(0, inside.shape[1])) * strides[2] * UNITS[FIRST + 2]
+    corner = tl.cast(sample, tl.int64) * strides[0] * units[0]
+    channels = (tl.cast(channel, tl.int64) + tl.arange(0, inside.shape[0])) * strides[1] * units[1]
+    pixels = (tl.cast(pixel, tl.int64) + tl.arange(0, inside.shape[1])) * strides[2] * units[2]
     return tensor + (corner + channels[:, None] + pixels[None, :])
 
 
 @triton.jit
-def load_tile(image, UNITS: tl.constexpr, place, inside, FIRST: tl.constexpr = 0):
-    return tl.load(tile_of_image(image, UNITS, place, inside, FIRST), mask=inside, other=0.0)
+def load_tile(image, place, inside):
+    return tl.load(tile_of_image(image, place, inside), mask=inside, other=0.0)
 
 
 @triton.jit
-def store_tile(image, UNITS: tl.constexpr, place, inside, values, FIRST: tl.constexpr = 0):
-    tl.store(tile_of_image(image, UNITS, place, inside, FIRST), values.to(image[0].dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def load_columns(operands, c, real, CHAIN: tl.constexpr):
-    """``load_vectors`` of a tile's channels, as columns [BLOCK_C, 1]. (A column's own loads would be repeated.)"""
-    vectors = load_vectors(operands, c, real, CHAIN)
-    loaded = ()
-    for i in tl.static_range(len(CHAIN.steps)):
-        if CHAIN.steps[i].operand == "vector" and len(vectors[i]) > 0:
-            loaded = loaded + ((tl.expand_dims(vectors[i][0], 1),),)
-        else:
-            loaded = loaded + (vectors[i],)
-    return loaded
-
-
-@triton.jit
-def load_images(operands, UNITS: tl.constexpr, place, inside, CHAIN: tl.constexpr):
-    """The operands that ``load_columns`` returned, with images loaded at ``place`` in float32."""
-    loaded = ()
-    for i in tl.static_range(len(CHAIN.steps)):
-        if CHAIN.steps[i].operand == "tensor" and len(operands[i]) > 0:
-            loaded = loaded + ((load_tile(operands[i][0], UNITS, place, inside, 3 * i).to(tl.float32),),)
-        else:
-            loaded = loaded + (operands[i],)
-    return loaded
+def store_tile(image, place, inside, values):
+    tl.store(tile_of_image(image, place, inside), values.to(image[0].dtype.element_ty), mask=inside)
 
 
 def size_unit(size: int) -> int:
@@ -146,25 +120,18 @@ def strides_in_units(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
     return tuple(stride // unit for stride, unit in zip(strides, units, strict=True)), units
 
 
-Image = tuple[torch.Tensor, tuple[int, ...]]
-
-
-def as_image(tensor: torch.Tensor) -> tuple[Image, tuple[int, ...]]:
+def as_image(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor [B, C, S] for kernels: with its strides, and the units of these as constants."""
     strides, units = strides_in_units(tensor.stride())
-    return (tensor, strides), units
+    return tensor, strides, tuple(map(tl.constexpr, units))
 
 
-def as_images(kinds: Sequence[str], values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The values for kernels, with tensors as images, and the UNITS of all."""
-    images = [
-        as_image(value) if kind == "tensor" and value is not None else (value, (1, 1, 1))
-        for kind, value in zip(kinds, values, strict=True)
-    ]
-    return tuple(value for value, _ in images), sum((units for _, units in images), ())
-
-
-def image_operands(chain: Chain, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    return as_images([step.operand for step in chain.steps], operands)
+def image_operands(chain: Chain, each_steps: Sequence[Any]) -> tuple[Any, ...]:
+    """What each step has, with tensors as images."""
+    return tuple(
+        as_image(each) if step.operand == "tensor" and each is not None else each
+        for step, each in zip(chain.steps, each_steps, strict=True)
+    )
 
 
 def launch_tiles(
