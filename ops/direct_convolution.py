@@ -23,8 +23,7 @@ from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.launch import call as do
-from triton_kernels.pointwise import identity
-from triton_kernels.tf32 import nearest_tf32
+from triton_kernels.pointwise import identity, nearest_tf32
 
 #: Bytes of images that are copied or differentiated at a time: enough samples to fill a launch, in little memory.
 _BYTES_AT_ONCE = 3 * 2**26

@@ -12,11 +12,17 @@ import torch
 from autotune_configs import group_norm_config, image_norm_config
 from ops.calls import Call, contiguous
 from triton_kernels.chain import Chain
-from triton_kernels.group_norm import WIDEST_GROUP, GroupNormConfig, group_norm, group_norm_backward
+from triton_kernels.group_norm import (
+    WIDEST_GROUP,
+    GroupNormConfig,
+    group_norm,
+    group_norm_backward,
+    pointwise,
+    pointwise_backward,
+)
 from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import image_statistics
 from triton_kernels.pointwise import identity
-from triton_kernels.pointwise_pass import pointwise, pointwise_backward
 
 Tensor = torch.Tensor
 Operands = Sequence[Any]

@@ -23,7 +23,7 @@ from tests.chains import (
     chain_id,
     make_arguments,
 )
-from triton_kernels import chains, column_sums, grid, group_norm, pointwise_pass, row_minimum, row_minimum_backward
+from triton_kernels import chains, column_sums, grid, group_norm, row_minimum, row_minimum_backward
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LIMITS = (2**31 - 1, 65535, 65535)
@@ -53,8 +53,8 @@ def empty(*shape, dtype=torch.bfloat16):
 def test_pointwise(grids, shape):
     matrix, vector = empty(*shape), empty(shape[1])
     arguments = (matrix, chains.BIAS_HARDTANH_MISH, (vector, (-1.0, 1.0), None))
-    pointwise_pass.pointwise(*arguments, output=matrix)
-    pointwise_pass.pointwise_backward(matrix, *arguments, input_gradient=matrix, gradients=(vector, None, None))
+    group_norm.pointwise(*arguments, output=matrix)
+    group_norm.pointwise_backward(matrix, *arguments, input_gradient=matrix, gradients=(vector, None, None))
 
 
 @pytest.mark.parametrize("group_size", [1, 32, 8192])

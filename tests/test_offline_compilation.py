@@ -20,7 +20,7 @@ from autotune_configs.problem import Problem
 from ops.products import WIDEST_REDUCED_GROUP
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills
 from tests.triton_kernels.test_chain import CHAINS
-from triton_kernels import chains, column_sums, group_norm, pointwise_pass, row_minimum, row_minimum_backward
+from triton_kernels import chains, column_sums, group_norm, row_minimum, row_minimum_backward
 from triton_kernels.chain import Chain, chain_of
 from triton_kernels.float32_split import LinearSplitConfig, SplitOperand, split
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
@@ -285,9 +285,9 @@ def pointwise_launches(dtype):
     matrix, vector = torch.empty(M, C, dtype=dtype, device=META), torch.empty(C, dtype=dtype, device=META)
     for chain in (chains.BIAS_HARDTANH_MISH, CHAINS["no norm"][0]):
         operands = operands_of(chain, M, C, dtype)
-        pointwise_pass.pointwise(matrix, chain, operands, output=matrix)
+        group_norm.pointwise(matrix, chain, operands, output=matrix)
         gradients = gradients_of(operands)
-        pointwise_pass.pointwise_backward(matrix, matrix, chain, operands, input_gradient=matrix, gradients=gradients)
+        group_norm.pointwise_backward(matrix, matrix, chain, operands, input_gradient=matrix, gradients=gradients)
     partials = torch.empty(16, C, device=META)
     column_sums.add_up((partials,) * 4, (vector,) * 4)
     column_sums.column_sums(partials.unsqueeze(0))

@@ -28,8 +28,7 @@ from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, Pointwise, add, add_gradient, identity
-from triton_kernels.tf32 import nearest_tf32
+from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, Pointwise, add, add_gradient, identity, nearest_tf32
 from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 pytestmark = pytest.mark.offline

@@ -51,6 +51,7 @@ from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import call, launch, wait_for_launch_before
+from triton_kernels.pointwise import round_to_tf32
 from triton_kernels.slot_statistics import (
     by_slot,
     merged_statistics,
@@ -59,7 +60,6 @@ from triton_kernels.slot_statistics import (
     slot_sums,
     store_statistics,
 )
-from triton_kernels.tf32 import round_to_tf32
 
 
 def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneConvolution) -> bool:

@@ -54,6 +54,10 @@ class GroupNormConfig:
         }
 
 
+#: For pointwise functions alone.
+_POINTWISE = GroupNormConfig(block_m=16, block_columns=128, rows_per_program=64, num_warps=4)
+
+
 @triton.jit
 def place_tile(
     row,
@@ -261,3 +265,24 @@ def group_norm_backward(
         num_warps=config.num_warps,
     )
     add_up(partials, gradients)
+
+
+def pointwise(input: torch.Tensor, chain: Chain, operands: Sequence[Any], *, output: torch.Tensor) -> None:
+    """output = the chain of ``input``, both [M, C] and contiguous. The chain is pointwise functions alone."""
+    if C := input.shape[1]:
+        group_norm(input, C, chain, operands, 0.0, _POINTWISE, output=output)
+
+
+def pointwise_backward(
+    output_gradient: torch.Tensor,
+    input: torch.Tensor,
+    chain: Chain,
+    operands: Sequence[Any],
+    *,
+    input_gradient: torch.Tensor,
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Gradients of ``pointwise``, as those of ``group_norm``."""
+    if C := input.shape[1]:
+        arguments = (output_gradient, input, C, chain, operands, 0.0, _POINTWISE)
+        group_norm_backward(*arguments, input_gradient=input_gradient, gradients=gradients)

@@ -8,7 +8,7 @@ kernel's results are written.
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -20,25 +20,8 @@ from triton_kernels.device import INTERPRETED, architecture
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-
-class Notes(Protocol):
-    """What takes launches and calls in the place of the GPU: a plan that is being made."""
-
-    def launch(
-        self,
-        kernel: triton.runtime.JITFunction,
-        grid: tuple[int, ...],
-        arguments: tuple,
-        options: dict[str, Any],
-        config: Any,
-    ) -> None:
-        """Note ``kernel[grid](*arguments, **options)``, and the config that the launch follows."""
-
-    def call(self, function: Callable, arguments: tuple, options: dict[str, Any]) -> Any:
-        """Note ``function(*arguments, **options)``; returns what stands for its result."""
-
-
-_notes: ContextVar[Notes | None] = ContextVar("_notes", default=None)
+#: What takes launches and calls in the place of the GPU: a plan that is being made.
+_notes: ContextVar[Any] = ContextVar("_notes", default=None)
 
 
 @triton.jit
@@ -89,8 +72,12 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def noted_in(notes: Notes | None) -> Iterator[None]:
-    """Within this context, launches and calls of this thread are noted and not done; for None they are done."""
+def noted_in(notes: Any) -> Iterator[None]:
+    """Within this context, launches and calls of this thread are noted and not done; for None they are done.
+
+    ``notes.launch(kernel, grid, arguments, options, config)`` notes ``kernel[grid](*arguments, **options)``, and the
+    config that it follows. ``notes.call(function, arguments, options)`` returns what stands for the call's result.
+    """
     before = _notes.set(notes)
     try:
         yield

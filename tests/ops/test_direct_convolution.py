@@ -20,7 +20,7 @@ from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.launch import call
-from triton_kernels.tf32 import round_to_tf32
+from triton_kernels.pointwise import round_to_tf32
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)

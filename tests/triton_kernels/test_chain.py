@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from triton_kernels.chain import Chain
-from triton_kernels.group_norm import GroupNormConfig, group_norm, group_norm_backward
+from triton_kernels.group_norm import GroupNormConfig, group_norm, group_norm_backward, pointwise, pointwise_backward
 from triton_kernels.linear import LinearConfig, linear
 from triton_kernels.pointwise import ADD, GELU, HARDTANH, MISH, MUL
-from triton_kernels.pointwise_pass import pointwise, pointwise_backward
 from triton_kernels.reference import plain
 
 ROWS, GROUPS, GROUP_SIZE = 37, 6, 8

@@ -7,7 +7,7 @@ import torch
 
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.tf32 import nearest_tf32, round_to_tf32
+from triton_kernels.pointwise import nearest_tf32, round_to_tf32
 
 CONFIGS = [ImageNormConfig(1, 16), ImageNormConfig(16, 8), ImageNormConfig(64, 64)]
 #: Samples, channels, pixels: of no block a multiple, of all of them, single ones.

@@ -25,8 +25,9 @@ from triton_kernels.pointwise import (
     identity,
     mul,
     mul_gradient,
+    nearest_tf32,
+    round_to_tf32,
 )
-from triton_kernels.tf32 import nearest_tf32, round_to_tf32
 
 #: A strip of the backward pass is a tile, several, or more than there are.
 CONFIGS = [ImageNormConfig(4, 16, strip=1), ImageNormConfig(16, 8, strip=2), ImageNormConfig(2, 64)]

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from triton_kernels.chain import Chain
 from triton_kernels.chains import BIAS_HARDTANH_MISH
+from triton_kernels.group_norm import pointwise, pointwise_backward
 from triton_kernels.pointwise import ADD, HARDTANH
-from triton_kernels.pointwise_pass import pointwise, pointwise_backward
 
 BOUNDS = (-0.75, 1.5)
 #: Each chain with its operands after the bias.
