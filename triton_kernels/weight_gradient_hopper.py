@@ -161,9 +161,6 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
     ROWS: gl.constexpr = TAPS.rows
     COLUMNS: gl.constexpr = TAPS.columns
-    HALO: gl.constexpr = TAPS.halo
-    BOX_ROWS: gl.constexpr = TAPS.box[0]
-    BOX_COLUMNS: gl.constexpr = TAPS.box[1]
     block_fixed, block_shifted, share, shares = share_of_program(scope)
     step = 0
     # Different programs process neighbouring tiles at the same time, so that L2 serves what they share.
@@ -181,17 +178,17 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
         x += shift[1]
         c = block_shifted * 64
         if TAPS.shared_box:
-            for row in range(BOX_ROWS):
-                pixel = stage * TAPS.slot_pixels + row * BOX_COLUMNS
+            for row in range(TAPS.box[0]):
+                pixel = stage * TAPS.slot_pixels + row * TAPS.box[1]
                 copy_box(shifted, n, y + row, x, c, full, pixel_of(shifted_slots, pixel))
-                if HALO > 0:
+                if TAPS.halo > 0:
                     copy_box(halo, n, y + row, x + COLUMNS, c, full, pixel_of(shifted_slots, pixel + COLUMNS))
         else:
             for box in range(TAPS.boxes):
                 pixel = stage * TAPS.slot_pixels + box * TAPS.box_pixels
                 column = x + box * TAPS.dilation[1]
                 copy_box(shifted, n, y, column, c, full, pixel_of(shifted_slots, pixel))
-                if HALO > 0:
+                if TAPS.halo > 0:
                     copy_box(halo, n, y + ROWS, column, c, full, pixel_of(shifted_slots, pixel + ROWS * COLUMNS))
         step += 1
 
@@ -209,7 +206,6 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
     STEP_PITCH: gl.constexpr = TAPS.box[1]  # from row to row; contiguous pixels are one step
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     FRAGMENT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
-    SWIZZLED: gl.constexpr = fixed_slots.layout
     block_fixed, block_shifted, share, shares = share_of_program(scope)
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), 1)
     column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS)), 0)
@@ -233,7 +229,7 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
             next_sums = ()
             for tap_y in gl.static_range(KH):
                 pixel = corner + tap_y * TAPS.tap_pitch[0] + part * STEP_PITCH
-                b = pixel_of(shifted_slots, pixel)._reinterpret(fixed_slots.dtype, [STEP, 64], SWIZZLED)
+                b = pixel_of(shifted_slots, pixel)._reinterpret(fixed_slots.dtype, [STEP, 64], fixed_slots.layout)
                 next_sums = next_sums + (warpgroup_mma(a, b, sums[tap_y], is_async=True),)
             sums = next_sums
         sums = warpgroup_mma_wait(num_outstanding=0, deps=sums)
@@ -271,12 +267,11 @@ def weight_gradient_kernel(
     """For each tap, sums over pixels of the products of fixed and shifted; one program for each (block, share)."""
     wait_for_launch_before()
     KW: gl.constexpr = TAPS.kernel_size[1]
-    STAGES: gl.constexpr = TAPS.stages
     EIGHTS: gl.constexpr = (TAPS.slot_pixels * TAPS.stages + 7) // 8
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    fixed_slots = gl.allocate_shared_memory(fixed.dtype, [STAGES, 128, 64], SWIZZLED)
+    fixed_slots = gl.allocate_shared_memory(fixed.dtype, [TAPS.stages, 128, 64], SWIZZLED)
     shifted_slots = gl.allocate_shared_memory(fixed.dtype, [EIGHTS, 8, 64], SWIZZLED)
-    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, KW))
+    barriers = (new_barriers(TAPS.stages, 1), new_barriers(TAPS.stages, KW))
     fence_async_shared()
     sources = (fixed, shifted, halo)
     first = (fixed_first, shifted_first)
