@@ -211,8 +211,10 @@ class Prepared:
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
         given = [gradient, *saved]
-        # Tensors of classes of their own, as those still on their way from another rank, are the dispatcher's.
-        key = _key(given) if _PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved() else None
+        # The dispatcher's are calls that were its own before, with tensors that may be negated, and tensors of classes
+        # of their own, as those still on their way from another rank.
+        is_eager = self.plan is not None and _PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved()
+        key = _key(given) if is_eager else None
         if key is not None:
             key = needed, plans.settings(gradient), *key
             plan = self._backwards.get(key) or self._backwards.add(key, self._make_backward(gradient, saved, needed))

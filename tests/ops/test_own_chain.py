@@ -17,7 +17,7 @@ from autotune_configs.sweep import sweep_and_store, time_on_host
 from ops import plans
 from ops.calls import parse
 from tests.compilation import more_spills
-from triton_kernels.pointwise import ADD, GELU, Pointwise
+from triton_kernels.pointwise import ADD, GELU, MUL, Pointwise
 from triton_kernels.row_minimum import ROW_MINIMUM
 
 
@@ -222,6 +222,27 @@ def test_tensor_of_any_batch():
         tensors = [images(batch, 16), *draw()[1:], images(batch, 32)]
         for found, expected in zip(results(compiled, tensors), results(own, tensors), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("contraction", ["", "linear"])
+def test_functions_after_no_norm(contraction):
+    """They follow those before it."""
+    own = ops.Chain(contraction, before=(SILU,), norm="", after=(MUL, GELU))
+    vectors = [torch.randn(32, requires_grad=True) for _ in range(2 if contraction else 1)]
+    tensors = [*draw()[:2], *vectors] if contraction else [torch.randn(8, 32, requires_grad=True), *vectors]
+
+    def plain(input, *others):
+        z = F.linear(input, *others[:2]) if contraction else input
+        return F.gelu(F.silu(z) * others[-1])
+
+    check(results(own, tensors), in_float64(plain, tensors), results(plain, tensors))
+
+
+def test_norm_vectors_of_two_dimensions():
+    """With leading ones, in every dtype."""
+    input, weight = torch.randn(3, 8), torch.randn(1, 8)
+    expected = ops.group_norm(input.double(), 2, weight.double(), weight.double())
+    torch.testing.assert_close(ops.group_norm(input, 2, weight, weight), expected.float())
 
 
 def test_operands_are_counted():

@@ -203,6 +203,16 @@ def test_a_profiler_sees_the_operator(function, arguments):
     assert "normfuse::forward" in {event.name for event in profile.events()}
 
 
+def test_backward_plans_of_calls_under_autocast_are_kept(arguments, made):
+    """As training in mixed precision makes them: forward under autocast, backward without."""
+    weight = arguments["weight"].requires_grad_()
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = L94.function(**arguments)
+        torch.autograd.grad(output.float().sum(), weight)
+        assert len(made) == 2, "one forward, one backward"
+
+
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_an_operator_under_autocast_is_the_same(precision, arguments):
     """Its dtypes are decided; a product that autocast has cast must not be in a plan."""
