@@ -10,7 +10,7 @@ import torch
 
 import triton_kernels.chain
 from ops import checks, convolution, operators, plain, plans, precision, tensor_parallel
-from ops.calls import Call, register
+from ops.calls import Call, name_of, register, text_of
 from ops.contractions import CONTRACTIONS
 from ops.operators import Prepared, is_unobserved
 from triton_kernels.group_norm import WIDEST_GROUP
@@ -76,16 +76,7 @@ class Chain(triton_kernels.chain.Chain):
         object.__setattr__(self, "names", tuple(names))
         object.__setattr__(self, "_data", data)
         object.__setattr__(self, "_prepared", plans.Kept())
-        steps = [step.name if step.operand != "tensor" else f"{step.name} tensor" for step in self.steps]
-        norm = len(steps) - len(self.last)
-        words = [
-            self.contraction,
-            *steps[:norm],
-            self.norm,
-            *steps[norm:],
-            self.reduction.name if self.reduction else "",
-        ]
-        object.__setattr__(self, "text", " -> ".join(filter(None, words)))
+        object.__setattr__(self, "text", text_of(self, list(map(name_of, self.steps))))
         _by_text.setdefault(self.text, self)
 
     def __call__(
@@ -101,23 +92,28 @@ class Chain(triton_kernels.chain.Chain):
         if len(operands) != expected:
             what = ", ".join(map(str, (*(["weight"] if self.contraction else []), *self.names)))
             raise TypeError(f"expected {expected} operands after the input ({what}), got {len(operands)}")
-        rest = iter(operands)
-        row = [input, next(rest) if self.contraction else None]
-        numbers = []
-        for step in self.steps:
-            if step.has_tensor:
-                row.append(next(rest))
-            elif step.operand:
-                numbers.append(next(rest))
-        row.append(next(rest) if self.reduction else None)
-        return self.apply(tuple(row), tuple(numbers), num_groups, eps, tuple(geometry.items()))
+        convolves = self.contraction == "conv_transpose2d"
+        for name in geometry:
+            if not convolves:
+                raise TypeError(f"{name!r} is an argument of convolutions, and {self.text!r} has none")
+            if name not in convolution.DEFAULTS:
+                raise TypeError(f"{name!r} is no argument of a transposed convolution")
+        weight, of_steps = (operands[:1], operands[1:]) if self.contraction else ((None,), operands)
+        of_bias = operands[-1:] if self.reduction else (None,)
+        kinds = [step.has_tensor for step in self.steps if step.operand]
+        tensors, numbers = (
+            tuple([each for each, kind in zip(of_steps, kinds, strict=False) if kind is has_tensor])
+            for has_tensor in (True, False)
+        )
+        sizes = tuple((convolution.DEFAULTS | geometry).values()) if convolves else ()
+        return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, sizes)
 
     def apply(
         self, row: tuple, numbers: tuple = (), num_groups: Any = 1, eps: Any = 0.0, geometry: tuple = ()
     ) -> Tensor:
         """Apply the chain to tensors in a row: input, weight, one for each step that takes one, the reduction's bias.
 
-        ``numbers`` are those of the steps that take numbers.
+        ``numbers`` are those of the steps that take numbers, ``geometry`` the values of ``convolution.DEFAULTS``.
         """
         if torch.compiler.is_compiling() and isinstance(row[0], torch.Tensor):
             sizes, scalars = _in_pairs(geometry), [each for step in numbers for each in step]
@@ -149,7 +145,7 @@ class Chain(triton_kernels.chain.Chain):
                 for each in row
             ]
             # fmt: on
-            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_spread, geometry)))
+            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_pair, geometry)))
             if not _NUMBERS.issuperset(map(type, given)):
                 given = tuple(map(_number, given))
             convolves = self.contraction == "conv_transpose2d" and precision.convolutions_allow_tf32()
@@ -162,14 +158,12 @@ class Chain(triton_kernels.chain.Chain):
         given = iter(scalars)
         lengths = [len(name) if isinstance(name, tuple) else 1 for _, name in self._number_steps]
         numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
-        pairs = zip(sizes[::2], sizes[1::2], strict=True)
-        geometry = {
-            name: pair[0] if name == "groups" else pair for name, pair in zip(convolution.DEFAULTS, pairs, strict=False)
-        }
+        named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
+        geometry = tuple(first if name == "groups" else (first, second) for name, first, second in named)
         return self._apply_checked(row, numbers, num_groups, eps, geometry, None)
 
     def _apply_checked(self, row, numbers, num_groups, eps, geometry, key) -> Tensor:
-        num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, dict(geometry))
+        num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
         if tensor_parallel.is_distributed(*row):
             return self._on_shards(row, numbers, num_groups, eps, geometry)
         input = row[0]
@@ -191,13 +185,10 @@ class Chain(triton_kernels.chain.Chain):
 
     def _call(self, row, numbers, num_groups, eps, geometry) -> Call:
         rest, tensors = iter(numbers), iter(row[2:])
-        of_steps, present = [], []
-        for step in self.steps:
-            of_steps.append(next(rest) if step.operand == "numbers" else None)
-            present.append(next(tensors) is not None if step.has_tensor else True)
+        of_steps = tuple([next(rest) if step.operand == "numbers" else None for step in self.steps])
+        present = tuple([not step.has_tensor or next(tensors) is not None for step in self.steps])
         allow_tf32 = geometry is not None and precision.convolutions_allow_tf32()
-        has_bias = row[-1] is not None
-        return Call(self._data, tuple(of_steps), tuple(present), num_groups, eps, geometry, allow_tf32, has_bias)
+        return Call(self._data, of_steps, present, num_groups, eps, geometry, allow_tf32, has_bias=row[-1] is not None)
 
     def _reduce_after(self, row, num_groups, eps) -> Tensor:
         """The row minimum by PyTorch, of groups that no program holds whole."""
@@ -209,15 +200,14 @@ class Chain(triton_kernels.chain.Chain):
     def _check(self, row, numbers, num_groups, eps, geometry):
         """Check the arguments; returns all that are no tensors as Python's numbers."""
         input, weight = row[0], row[1]
-        if geometry and self.contraction != "conv_transpose2d":
-            raise TypeError(f"{next(iter(geometry))!r} is an argument of convolutions, and {self.text!r} has none")
         required = {"input": input, "weight": weight} if self.contraction else {"input": input}
         checks.tensors(required, self._named(row))
         if self.contraction == "linear":
             checks.linear(input, weight)
             channels, shape = weight.shape[0], (*input.shape[:-1], weight.shape[0])
         elif self.contraction:
-            geometry = convolution.check_conv_transpose2d(input, weight, **{**convolution.DEFAULTS, **geometry})
+            sizes: dict[str, Any] = convolution.DEFAULTS | dict(zip(convolution.DEFAULTS, geometry, strict=False))
+            geometry = convolution.check_conv_transpose2d(input, weight, **sizes)
             channels = weight.shape[1] * geometry.groups
             shape = (input.shape[0], channels, *geometry.output_size(*input.shape[2:]))
         else:
@@ -225,11 +215,9 @@ class Chain(triton_kernels.chain.Chain):
         if self.norm and not self.contraction:
             num_groups = checks.groups(channels, num_groups)
         for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
-            if step is None:
-                continue
-            if step.operand == "vector":
+            if step and step.operand == "vector":
                 checks.vectors(channels, **{name: tensor})
-            elif tensor is not None and tensor.shape != shape:
+            elif step and tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
         if self.norm:
             num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
@@ -278,12 +266,12 @@ class Chain(triton_kernels.chain.Chain):
         named = self._named(row)
         tensors = {"input": row[0], **({"weight": row[1]} if self.contraction else {}), **named}
         bias = tensors.pop(self.names[-1]) if self.reduction else None
-        others = geometry.arguments if geometry else {}
+        sizes = tuple(geometry.arguments.values()) if geometry else ()
         layout = _LAYOUTS.get(self.contraction, tensor_parallel.NORM if self.norm else tensor_parallel.POINTWISE)
 
         def of_shares(input, num_groups=1, **shares):
             weight = shares.pop("weight") if self.contraction else None
-            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, tuple(others.items()))
+            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, sizes)
 
         if self.reduction:
             return tensor_parallel.minimum_on_shards(of_shares, tensors, bias, num_groups)
@@ -306,10 +294,9 @@ def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
 
 def _in_pairs(geometry: tuple) -> list[int] | None:
     """A convolution's sizes in a row, two each; None where they are no ints or pairs of such."""
-    given = {**convolution.DEFAULTS, **dict(geometry)} if geometry else {}
-    pairs = [each if isinstance(each, (tuple, list)) else (each, each) for each in given.values()]
+    pairs = list(map(_pair, geometry))
     are_pairs = all(len(pair) == 2 and type(pair[0]) is type(pair[1]) is int for pair in pairs)
-    return [*itertools.chain(*pairs)] if are_pairs and len(pairs) in (0, len(convolution.DEFAULTS)) else None
+    return [*itertools.chain(*pairs)] if are_pairs else None
 
 
 def _chain_operator(
@@ -338,9 +325,8 @@ def _refuse() -> NoReturn:
     raise ValueError("kernels read memory as it is")
 
 
-def _spread(argument: tuple[str, Any]) -> tuple:
+def _pair(value: Any) -> tuple:
     """A convolution's argument as one number or more."""
-    value = argument[1]
     return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
 
 

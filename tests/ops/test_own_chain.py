@@ -234,6 +234,18 @@ def test_a_convolutions_arguments_are_refused():
         CHAIN(*draw(), num_groups=4, stride=2)
 
 
+def test_each_argument_of_a_convolution():
+    """Calls that differ in a convolution's arguments alone have plans of their own."""
+    chain = ops.Chain("conv_transpose2d", before=(SILU,))
+    input, weight = torch.randn(1, 4, 6, 5), torch.randn(4, 4, 3, 3)
+    vectors = torch.zeros(4), torch.ones(4), torch.zeros(4)
+    for geometry in ({"stride": 2}, {"dilation": 2}, {"padding": 2}, {"stride": 2, "padding": 1}, {}):
+        expected = F.group_norm(F.silu(F.conv_transpose2d(input, weight, **geometry)), 2)
+        torch.testing.assert_close(chain(input, weight, *vectors, num_groups=2, **geometry), expected)
+    with pytest.raises(TypeError, match="'strides' is no argument of a transposed convolution"):
+        chain(input, weight, *vectors, num_groups=2, strides=2)
+
+
 @pytest.mark.parametrize(
     "parts, message",
     [
