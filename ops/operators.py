@@ -122,7 +122,9 @@ def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
 
 def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     call = parse(text)
-    _refuse_forward_mode(call.name)
+    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(_refusal(call.name, _FORWARD_MODE))
     return contraction_of(call.chain).empty_results(Arguments.of(call, _spread(call, tensors)), training)
 
 
@@ -170,12 +172,6 @@ def _backward_of_batch(text, wanted, gradient, kept, tensors):
 
 torch.library.register_vmap("normfuse::backward", _backward_under_vmap)
 torch.library.impl("normfuse::backward", "Batched", _backward_of_batch)
-
-
-def _refuse_forward_mode(name: str) -> None:
-    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise RuntimeError(_refusal(name, _FORWARD_MODE))
 
 
 def _refusal(name: str, what: str) -> str:
