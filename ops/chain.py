@@ -18,8 +18,7 @@ from triton_kernels.pointwise import Pointwise
 
 Tensor = torch.Tensor
 
-#: Of what a call that comes again may consist.
-_KINDS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+#: Of what a call that comes again may consist, beside tensors.
 _NUMBERS = frozenset((int, float, bool))
 #: How the numbers of a pointwise function are checked, where they are more than numbers.
 _CHECKS = {"hardtanh": checks.bounds}
@@ -73,10 +72,8 @@ class Chain(triton_kernels.chain.Chain):
         names = [next(given, step.name) for step in self.steps if step.operand]
         names += [next(given, self.reduction.name)] if self.reduction else []
         data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
-        object.__setattr__(self, "names", tuple(names))
-        object.__setattr__(self, "_data", data)
-        object.__setattr__(self, "_prepared", plans.Kept())
-        object.__setattr__(self, "text", text_of(self, list(map(name_of, self.steps))))
+        text = text_of(self, list(map(name_of, self.steps)))
+        vars(self).update(names=tuple(names), text=text, _data=data, _prepared=plans.Kept())  # the class is frozen
         _by_text.setdefault(self.text, self)
 
     def __call__(
@@ -132,7 +129,7 @@ class Chain(triton_kernels.chain.Chain):
     def _key(self, row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
         """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their
         own, sparse or negated ones, and numbers that cannot be written out."""
-        if not _KINDS.issuperset(map(type, row)):
+        if not checks.PLAIN_TENSORS.issuperset(map(type, row)):
             return None
         wants = torch.is_grad_enabled()
         try:
@@ -212,15 +209,13 @@ class Chain(triton_kernels.chain.Chain):
             shape = (input.shape[0], channels, *geometry.output_size(*input.shape[2:]))
         else:
             channels, shape = self._channels(input), input.shape
-        if self.norm and not self.contraction:
-            num_groups = checks.groups(channels, num_groups)
+        if self.norm:
+            num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
         for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
             if step and step.operand == "vector":
                 checks.vectors(channels, **{name: tensor})
             elif step and tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-        if self.norm:
-            num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
         if self.reduction:
             if input.ndim != 2:
                 raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")

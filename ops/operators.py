@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ops import plans, precision
+from ops import checks, plans, precision
 from ops.calls import Arguments, Call, parse
 from ops.contractions import contraction_of
 from ops.plan import Plan
@@ -17,7 +17,6 @@ from ops.plan import Plan
 Tensor = torch.Tensor
 
 _FORWARD_MODE = "forward-mode differentiation"
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _TAG = torch.Tag.pt2_compliant_tag
 
 
@@ -208,7 +207,7 @@ class Prepared:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
         given = [gradient, *saved]
         # Tensors of classes of their own, as those still on their way from another rank, are the dispatcher's.
-        key = _key(given) if _PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved() else None
+        key = _key(given) if checks.PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved() else None
         if key is not None:
             key = needed, plans.settings(gradient), *key
             plan = self._backwards.get(key) or self._backwards.add(key, self._make_backward(gradient, saved, needed))
