@@ -16,6 +16,8 @@ _LARGEST = sys.float_info.max
 _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
 #: The types of almost every argument. ``plain`` returns them at once.
 _AS_THEY_ARE = (int, float, bool, str, type(None))
+#: The types of almost every tensor that is an argument, and of one that is missing. All others are subclasses.
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ops import plans, precision
+from ops import checks, plans, precision
 from ops.calls import Arguments, Call, parse
 from ops.contractions import contraction_of
 from ops.plan import Plan
@@ -17,7 +17,6 @@ from ops.plan import Plan
 Tensor = torch.Tensor
 
 _FORWARD_MODE = "forward-mode differentiation"
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _TAG = torch.Tag.pt2_compliant_tag
 
 
@@ -122,7 +121,9 @@ def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
 
 def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     call = parse(text)
-    _refuse_forward_mode(call.name)
+    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(_refusal(call.name, _FORWARD_MODE))
     return contraction_of(call.chain).empty_results(Arguments.of(call, _spread(call, tensors)), training)
 
 
@@ -172,12 +173,6 @@ torch.library.register_vmap("normfuse::backward", _backward_under_vmap)
 torch.library.impl("normfuse::backward", "Batched", _backward_of_batch)
 
 
-def _refuse_forward_mode(name: str) -> None:
-    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise RuntimeError(_refusal(name, _FORWARD_MODE))
-
-
 def _refusal(name: str, what: str) -> str:
     return (
         f"{name} does not support {what}: differentiate it with torch.autograd, give it batches as dimensions"
@@ -213,7 +208,7 @@ class Prepared:
         given = [gradient, *saved]
         # The dispatcher's are calls that were its own before, with tensors that may be negated, and tensors of classes
         # of their own, as those still on their way from another rank.
-        is_eager = self.plan is not None and _PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved()
+        is_eager = self.plan is not None and checks.PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved()
         key = _key(given) if is_eager else None
         if key is not None:
             key = needed, plans.settings(gradient), *key

@@ -30,11 +30,6 @@ def float32_parts() -> int:
     return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
 
 
-def splits_float32(device: torch.device) -> bool:
-    """Whether float32 products are computed from split float16 operands: on Hopper."""
-    return runs_hopper_kernels(device)
-
-
 def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
     """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added.
 
@@ -60,7 +55,7 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
     if float32_parts() == 2:
         return False
     pays = min(rows, columns) >= FEWEST_TF32_LINES and rows * columns * depth >= FEWEST_TF32_PRODUCTS
-    return not (pays and splits_float32(input.device))
+    return not (pays and runs_hopper_kernels(input.device))
 
 
 def cublas_adds_bias(input: torch.Tensor, columns: int) -> bool:

@@ -12,6 +12,7 @@ from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LinearSplitConfig, split
+from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.launch import call as do
@@ -27,7 +28,7 @@ def product_config(chain: Chain, input: torch.Tensor, weight: torch.Tensor, grou
 
     Where the chain normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds them.
     """
-    if input.dtype == torch.float32 and precision.splits_float32(input.device):
+    if input.dtype == torch.float32 and runs_hopper_kernels(input.device):
         return LinearSplitConfig(precision.float32_parts())
     (M, K), N = input.shape, weight.shape[0]
     return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device)
