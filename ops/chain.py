@@ -222,7 +222,7 @@ class Chain(triton_kernels.chain.Chain):
             num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
         for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
             if step and step.operand == "vector":
-                checks.vectors(channels, **{name: tensor})
+                checks.vector(name, tensor, channels)
             elif step and tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
         if self.reduction:

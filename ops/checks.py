@@ -55,15 +55,14 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def vectors(length: int, **arguments: torch.Tensor | None) -> None:
-    """Each is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
-    for name, tensor in arguments.items():
-        if tensor is not None and not is_vector(tensor.shape, length):
-            raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
+def vector(name: str, tensor: torch.Tensor | None, length: int) -> None:
+    """It is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
+    if tensor is not None and not is_vector(tensor.shape, length):
+        raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
 
 
 def is_vector(shape: tuple[int, ...], length: int) -> bool:
-    """Whether a tensor of this shape holds one value a channel, as ``vectors`` takes it."""
+    """Whether a tensor of this shape holds one value a channel, as ``vector`` takes it."""
     return shape[-1:] == (length,) and math.prod(shape) == length
 
 

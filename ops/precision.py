@@ -8,7 +8,6 @@ import torch
 import autotune_configs
 from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_kernels
-from triton_kernels.linear import FLOAT32_INPUT_PRECISION as FLOAT32_INPUT_PRECISION
 
 #: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)

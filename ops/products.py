@@ -16,7 +16,7 @@ from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.launch import call as do
-from triton_kernels.linear import LinearConfig, linear
+from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
 
 Config = LinearConfig | LinearSplitConfig
 #: In wider groups, keeping the group of a row's minimum takes more shared memory than a block of the kernel has left.
@@ -56,7 +56,7 @@ def product(
     Where ``config`` says so, float32 operands are split into float16 ones. Tiles with values that float16 cannot hold
     are computed again, as three TF32 products.
     """
-    precisely = {"input_precision": precision.FLOAT32_INPUT_PRECISION} | arguments
+    precisely = {"input_precision": FLOAT32_INPUT_PRECISION} | arguments
     if isinstance(config, LinearConfig):
         linear(_depth_contiguous(input), _depth_contiguous(weight), chain, config, operands, **precisely)
         return
