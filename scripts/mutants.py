@@ -82,7 +82,7 @@ TESTS = {
     ],
     "ops/contractions.py": CHAINS,
     "ops/passes.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],
-    "ops/plan*.py": ["ops/test_plans.py"],
+    "ops/plan*.py": ["ops/test_plan.py", "ops/test_plans.py"],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/products.py": ["ops/test_gemm.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],
