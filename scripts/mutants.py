@@ -58,6 +58,7 @@ CHAINS = [
     *(f"ops/test_{name}.py" for name in ("modules", "module_options", "operators", "reference")),
     "test_shapes.py",
 ]
+IMAGES = [f"triton_kernels/test_image_{name}.py" for name in ("group_norm", "groups", "operands")]
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
@@ -67,8 +68,9 @@ TESTS = {
     "triton_kernels/epilogues.py": ["triton_kernels/test_linear.py", "triton_kernels/test_row_minimum.py", *CHAINS],
     "triton_kernels/grid.py": ["test_grids.py"],
     "triton_kernels/hopper.py": ["ops/test_direct_convolution.py"],
-    "triton_kernels/image_statistics.py": ["triton_kernels/test_image_group_norm.py"],
-    "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", "triton_kernels/test_image_group_norm.py"],
+    "triton_kernels/image_group_norm.py": IMAGES,
+    "triton_kernels/image_statistics.py": IMAGES,
+    "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", *IMAGES],
     "triton_kernels/reference.py": ["triton_kernels/test_chain.py", "ops/test_reference.py"],
     "triton_kernels/row_minimum*.py": ["test_grids.py", "test_nonfinite.py"],
     "triton_kernels/tf32.py": ["triton_kernels/test_image_copy.py"],
