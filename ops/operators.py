@@ -18,6 +18,14 @@ Tensor = torch.Tensor
 
 _FORWARD_MODE = "forward-mode differentiation"
 _TAG = torch.Tag.pt2_compliant_tag
+#: The dispatch keys of a call that nothing but autograd sees: no mode, tracer, fake or negated tensor.
+_PLAIN_KEYS = [
+    torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)
+    for backend, autograd in (
+        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
+        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
+    )
+]
 
 
 def _spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
@@ -183,7 +191,7 @@ def _refusal(name: str, what: str) -> str:
 class Prepared:
     """A call for tensors that lie in memory in one way: its plan, and those of its backward pass.
 
-    Without a plan, it is the backward pass of the operator ``forward``.
+    Without a plan, both passes are the operators.
     """
 
     def __init__(self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None):
@@ -201,7 +209,11 @@ class Prepared:
 
     def forward(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The result and what the backward pass needs."""
-        return self.plan.run([tensors[place] for place in self.places])  # type: ignore[union-attr]
+        given = [tensors[place] for place in self.places]
+        if self.plan:
+            return self.plan.run(given)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.normfuse.forward.default(self.call.text, given, self.training)
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
@@ -241,7 +253,7 @@ def _refuse_second_derivative(name: str) -> None:
 
 
 class Function(torch.autograd.Function):
-    """A prepared call with gradients, as eager PyTorch alone meets it. There is a first derivative alone."""
+    """A prepared call with gradients. There is a first derivative alone."""
 
     @staticmethod
     def forward(ctx, prepared: Prepared, *tensors):
@@ -253,6 +265,11 @@ class Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         prepared = ctx.prepared
+        if not prepared.training:
+            raise RuntimeError(
+                f"{prepared.call.name} cannot be differentiated here: it was traced or exported where no gradient was "
+                "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
+            )
         _refuse_second_derivative(prepared.call.name)
         gradient = gradient.resolve_neg()
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
@@ -260,34 +277,22 @@ class Function(torch.autograd.Function):
             return None, *prepared.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
 
-def _setup_context(ctx, inputs, output):
-    text, tensors, training = inputs
-    call = parse(text)
-    spread = _spread(call, tensors)
-    wanted = [each is not None and each.requires_grad for each in spread]
-    ctx.prepared = Prepared(call, spread, wanted) if training else None
-    ctx.name = call.name
-    read = ctx.prepared.read if training else []
-    ctx.save_for_backward(*[spread[place] for place in read], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+def _differentiable(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
+    """The operator ``forward`` where autograd may see it; it returns the result alone where autograd does."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        call = parse(text)
+        spread = _spread(call, tensors)
+        wanted = [training and each is not None and each.requires_grad for each in spread]
+        return [Function.apply(Prepared(call, spread, wanted), *spread)]
+    # The dispatcher would take a microsecond for each tensor to find out that nothing else sees the call.
+    if keyset in _PLAIN_KEYS:
+        return _run_forward(text, tensors, training)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.normfuse.forward.default(text, tensors, training)
 
 
-def _backward_formula(ctx, gradients):
-    if ctx.prepared is None:
-        raise RuntimeError(
-            f"{ctx.name} cannot be differentiated here: it was traced or exported where no gradient was "
-            "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
-        )
-    _refuse_second_derivative(ctx.name)
-    needed = dict(zip(ctx.prepared.places, ctx.needs_input_grad[1], strict=True))
-    in_a_row = tuple(needed.get(place, False) for place in range(len(ctx.prepared.specs)))
-    with precision.without_autocast(gradients[0].device):
-        found = ctx.prepared.backward(gradients[0], ctx.saved_tensors, in_a_row)
-    return None, [found[place] for place in ctx.prepared.places], None
-
-
-# For graphs that have the operator alone, as compiled and exported ones may.
-torch.library.register_autograd("normfuse::forward", _backward_formula, setup_context=_setup_context)
+_library = torch.library.Library("normfuse", "FRAGMENT")
+_library.impl("forward", _differentiable, "Autograd", with_keyset=True)
 
 
 def run(call: Call, tensors: Sequence[Any]) -> Tensor:
