@@ -21,24 +21,35 @@ from triton_kernels.row_minimum import ROW_MINIMUM
 _REDUCTIONS: dict[str, Reduction] = {ROW_MINIMUM.name: ROW_MINIMUM}
 #: The pointwise functions that a text may name.
 _POINTWISE = {each.name: each for each in (ADD, MUL, HARDTANH, MISH, GELU, GELU_TANH)}
-#: Operands of another kind than the function's usual one are named with it.
+#: What texts name beside them.
+_OTHER_NAMES = ("linear", "conv_transpose2d", "group_norm", *_REDUCTIONS)
 _ARROW = " -> "
 
 
 def register(chain: Chain) -> None:
     """Let texts name the chain's functions. Raises ValueError where one of them has another's name."""
     for step in (*chain.before, *chain.after):
-        name = _name(step)
-        if not re.fullmatch(r"[a-z_][a-z0-9_ ]*", name):
+        name = name_of(step)
+        if not re.fullmatch(r"[a-z_][a-z0-9_]*", step.name):
             raise ValueError(f"a pointwise function's name must be a lower-case identifier, got {step.name!r}")
+        if step.name in _OTHER_NAMES:
+            raise ValueError(f"a pointwise function cannot be called {step.name!r}: that is another part of a chain")
         known = _POINTWISE.setdefault(name, step)
         if known != step and known.cache_key != step.cache_key:
             raise ValueError(f"the pointwise function {name!r} is another one's name already: {known.function}")
 
 
-def _name(step: Pointwise) -> str:
+def name_of(step: Pointwise) -> str:
+    """Operands of another kind than the function's usual one are named with it."""
     usual = step.operand == "vector" or step.name not in ("add", "mul")
     return step.name if usual else f"{step.name} {step.operand}"
+
+
+def text_of(chain: Chain, steps: Sequence[str], sizes: str = "", of_norm: str = "", of_reduction: str = "") -> str:
+    """The chain in words: those of its steps, and what is written behind the names of its other parts."""
+    reduction = chain.reduction.name + of_reduction if chain.reduction else ""
+    first, last = steps[: chain.norm_place], steps[chain.norm_place :]
+    return _ARROW.join(filter(None, [chain.contraction + sizes, *first, chain.norm + of_norm, *last, reduction]))
 
 
 @dataclass(frozen=True)
@@ -67,21 +78,15 @@ class Call:
     def text(self) -> str:
         """The call in words, from which ``parse`` makes an equal one."""
         chain = self.chain
+        given = ["" if numbers is None else f"({', '.join(map(repr, numbers))})" for numbers in self.numbers]
+        steps = [
+            ("" if present else "no ") + name_of(step) + numbers
+            for step, numbers, present in zip(chain.steps, given, self.present, strict=True)
+        ]
         # An integer that a compiler leaves open is settled here, and guarded.
         sizes = [str(int(each)) for each in (*self.geometry.numbers, self.allow_tf32)] if self.geometry else []
-        steps = [
-            ("" if present else "no ") + _name(step) + ("" if numbers is None else f"({', '.join(map(repr, numbers))})")
-            for step, numbers, present in zip(chain.steps, self.numbers, self.present, strict=True)
-        ]
-        before = len(chain.steps) - len(chain.last)
-        words = [
-            f"{chain.contraction}({', '.join(sizes)})" if sizes else chain.contraction,
-            *steps[:before],
-            f"{chain.norm}({int(self.num_groups)}, {self.eps!r})" if chain.norm else "",
-            *steps[before:],
-            f"{chain.reduction.name}({int(self.has_bias)})" if chain.reduction else "",
-        ]
-        return _ARROW.join(filter(None, words))
+        of_norm = f"({int(self.num_groups)}, {self.eps!r})" if chain.norm else ""
+        return text_of(chain, steps, f"({', '.join(sizes)})" if sizes else "", of_norm, f"({int(self.has_bias)})")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import torch
 
 import triton_kernels.chain
 from ops import checks, convolution, operators, plain, plans, precision, tensor_parallel
-from ops.calls import Call, register
+from ops.calls import Call, name_of, register, text_of
 from ops.contractions import CONTRACTIONS
 from ops.operators import Prepared, is_unobserved
 from triton_kernels.group_norm import WIDEST_GROUP
@@ -18,8 +18,7 @@ from triton_kernels.pointwise import Pointwise
 
 Tensor = torch.Tensor
 
-#: Of what a call that comes again may consist.
-_KINDS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+#: Of what a call that comes again may consist, beside tensors.
 _NUMBERS = frozenset((int, float, bool))
 #: How the numbers of a pointwise function are checked, where they are more than numbers.
 _CHECKS = {"hardtanh": checks.bounds}
@@ -44,6 +43,7 @@ class Chain(triton_kernels.chain.Chain):
         names: What error messages call the operands; of numbers, a tuple of names.
 
     Raises:
+        TypeError: ``before`` or ``after`` is no tuple of pointwise functions.
         ValueError: A contraction or norm is not known, a convolution has no norm, a pointwise function has the name of
             another one, or a reduction does not follow a linear layer's norm alone.
 
@@ -61,8 +61,13 @@ class Chain(triton_kernels.chain.Chain):
 
     def __post_init__(self) -> None:
         for name, known in (("contraction", CONTRACTIONS), ("norm", ("", "group_norm"))):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in tuple(known):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
+        for name, steps in (("before", self.before), ("after", self.after)):
+            if not (isinstance(steps, tuple) and all(isinstance(step, Pointwise) for step in steps)):
+                raise TypeError(f"{name} must be a tuple of Pointwise, got {steps!r}")
+        if not isinstance(self.reduction, triton_kernels.chain.Reduction | None):
+            raise TypeError(f"reduction must be a Reduction or None, got {self.reduction!r}")
         if self.contraction == "conv_transpose2d" and not self.norm:
             raise ValueError("a chain with a convolution must have a norm")
         if self.reduction and self.contraction != "linear":
@@ -73,19 +78,8 @@ class Chain(triton_kernels.chain.Chain):
         names = [next(given, step.name) for step in self.steps if step.operand]
         names += [next(given, self.reduction.name)] if self.reduction else []
         data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
-        object.__setattr__(self, "names", tuple(names))
-        object.__setattr__(self, "_data", data)
-        object.__setattr__(self, "_prepared", plans.Kept())
-        steps = [step.name if step.operand != "tensor" else f"{step.name} tensor" for step in self.steps]
-        norm = len(steps) - len(self.last)
-        words = [
-            self.contraction,
-            *steps[:norm],
-            self.norm,
-            *steps[norm:],
-            self.reduction.name if self.reduction else "",
-        ]
-        object.__setattr__(self, "text", " -> ".join(filter(None, words)))
+        text = text_of(self, list(map(name_of, self.steps)))
+        vars(self).update(names=tuple(names), text=text, _data=data, _prepared=plans.Kept())  # the class is frozen
         _by_text.setdefault(self.text, self)
 
     def __call__(
@@ -101,30 +95,38 @@ class Chain(triton_kernels.chain.Chain):
         if len(operands) != expected:
             what = ", ".join(map(str, (*(["weight"] if self.contraction else []), *self.names)))
             raise TypeError(f"expected {expected} operands after the input ({what}), got {len(operands)}")
-        rest = iter(operands)
-        row = [input, next(rest) if self.contraction else None]
-        numbers = []
-        for step in self.steps:
-            if step.has_tensor:
-                row.append(next(rest))
-            elif step.operand:
-                numbers.append(next(rest))
-        row.append(next(rest) if self.reduction else None)
-        return self.apply(tuple(row), tuple(numbers), num_groups, eps, tuple(geometry.items()))
+        convolves = self.contraction == "conv_transpose2d"
+        for name in geometry:
+            if not convolves:
+                raise TypeError(f"{name!r} is an argument of convolutions, and {self.text!r} has none")
+            if name not in convolution.DEFAULTS:
+                raise TypeError(f"{name!r} is no argument of a transposed convolution")
+        weight, of_steps = (operands[:1], operands[1:]) if self.contraction else ((None,), operands)
+        of_bias = operands[-1:] if self.reduction else (None,)
+        kinds = [step.has_tensor for step in self.steps if step.operand]
+        tensors, numbers = (
+            tuple([each for each, kind in zip(of_steps, kinds, strict=False) if kind is has_tensor])
+            for has_tensor in (True, False)
+        )
+        sizes = tuple((convolution.DEFAULTS | geometry).values()) if convolves else ()
+        return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, sizes)
 
     def apply(
         self, row: tuple, numbers: tuple = (), num_groups: Any = 1, eps: Any = 0.0, geometry: tuple = ()
     ) -> Tensor:
         """Apply the chain to tensors in a row: input, weight, one for each step that takes one, the reduction's bias.
 
-        ``numbers`` are those of the steps that take numbers.
+        ``numbers`` are those of the steps that take numbers, ``geometry`` the values of ``convolution.DEFAULTS``.
         """
         if torch.compiler.is_compiling() and isinstance(row[0], torch.Tensor):
-            sizes, scalars = _in_pairs(geometry), [each for step in numbers for each in step]
+            sizes, are_tuples = _in_pairs(geometry), all(isinstance(step, (tuple, list)) for step in numbers)
+            scalars = [each for step in numbers for each in step] if are_tuples else [None]
             if sizes is not None and all(type(each) in (int, float) for each in (num_groups, eps, *scalars)):
                 # A compiler sees one call, and guards nothing of what that does. What it depends on beside its
                 # arguments stands in its text, since compiled graphs are cached by that.
-                text = f"{self.text} | {precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
+                lengths = ",".join([str(len(step)) for step in numbers])
+                settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
+                text = f"{self.text} | {lengths} | {settings}"
                 return torch.ops.normfuse.chain.default(text, list(row), scalars, num_groups, eps, sizes)
         key = self._key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
         if key is not None:
@@ -136,7 +138,7 @@ class Chain(triton_kernels.chain.Chain):
     def _key(self, row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
         """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their
         own, sparse or negated ones, and numbers that cannot be written out."""
-        if not _KINDS.issuperset(map(type, row)):
+        if not checks.PLAIN_TENSORS.issuperset(map(type, row)):
             return None
         wants = torch.is_grad_enabled()
         try:
@@ -149,27 +151,25 @@ class Chain(triton_kernels.chain.Chain):
                 for each in row
             ]
             # fmt: on
-            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_spread, geometry)))
+            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_pair, geometry)))
             if not _NUMBERS.issuperset(map(type, given)):
                 given = tuple(map(_number, given))
             convolves = self.contraction == "conv_transpose2d" and precision.convolutions_allow_tf32()
+            lengths = [len(each) if isinstance(each, (tuple, list)) else 0 for each in (*numbers[2], *geometry)]
             # In bytes True is not 1, nor -0.0 0.0. (Version 2 of the format has no references.)
-            return marshal.dumps(given, 2), tuple(map(len, numbers[2])), convolves, plans.settings(row[0]), *tensors
+            return marshal.dumps((given, lengths), 2), convolves, plans.settings(row[0]), *tensors
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
 
-    def _apply_in_graph(self, row, scalars, num_groups, eps, sizes) -> Tensor:
+    def _apply_in_graph(self, row, lengths, scalars, num_groups, eps, sizes) -> Tensor:
         given = iter(scalars)
-        lengths = [len(name) if isinstance(name, tuple) else 1 for _, name in self._number_steps]
         numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
-        pairs = zip(sizes[::2], sizes[1::2], strict=True)
-        geometry = {
-            name: pair[0] if name == "groups" else pair for name, pair in zip(convolution.DEFAULTS, pairs, strict=False)
-        }
+        named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
+        geometry = tuple(first if name == "groups" else (first, second) for name, first, second in named)
         return self._apply_checked(row, numbers, num_groups, eps, geometry, None)
 
     def _apply_checked(self, row, numbers, num_groups, eps, geometry, key) -> Tensor:
-        num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, dict(geometry))
+        num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
         if tensor_parallel.is_distributed(*row):
             return self._on_shards(row, numbers, num_groups, eps, geometry)
         input = row[0]
@@ -191,13 +191,10 @@ class Chain(triton_kernels.chain.Chain):
 
     def _call(self, row, numbers, num_groups, eps, geometry) -> Call:
         rest, tensors = iter(numbers), iter(row[2:])
-        of_steps, present = [], []
-        for step in self.steps:
-            of_steps.append(next(rest) if step.operand == "numbers" else None)
-            present.append(next(tensors) is not None if step.has_tensor else True)
+        of_steps = tuple([next(rest) if step.operand == "numbers" else None for step in self.steps])
+        present = tuple([not step.has_tensor or next(tensors) is not None for step in self.steps])
         allow_tf32 = geometry is not None and precision.convolutions_allow_tf32()
-        has_bias = row[-1] is not None
-        return Call(self._data, tuple(of_steps), tuple(present), num_groups, eps, geometry, allow_tf32, has_bias)
+        return Call(self._data, of_steps, present, num_groups, eps, geometry, allow_tf32, has_bias=row[-1] is not None)
 
     def _reduce_after(self, row, num_groups, eps) -> Tensor:
         """The row minimum by PyTorch, of groups that no program holds whole."""
@@ -209,30 +206,25 @@ class Chain(triton_kernels.chain.Chain):
     def _check(self, row, numbers, num_groups, eps, geometry):
         """Check the arguments; returns all that are no tensors as Python's numbers."""
         input, weight = row[0], row[1]
-        if geometry and self.contraction != "conv_transpose2d":
-            raise TypeError(f"{next(iter(geometry))!r} is an argument of convolutions, and {self.text!r} has none")
         required = {"input": input, "weight": weight} if self.contraction else {"input": input}
         checks.tensors(required, self._named(row))
         if self.contraction == "linear":
             checks.linear(input, weight)
             channels, shape = weight.shape[0], (*input.shape[:-1], weight.shape[0])
         elif self.contraction:
-            geometry = convolution.check_conv_transpose2d(input, weight, **{**convolution.DEFAULTS, **geometry})
+            sizes: dict[str, Any] = convolution.DEFAULTS | dict(zip(convolution.DEFAULTS, geometry, strict=False))
+            geometry = convolution.check_conv_transpose2d(input, weight, **sizes)
             channels = weight.shape[1] * geometry.groups
             shape = (input.shape[0], channels, *geometry.output_size(*input.shape[2:]))
         else:
             channels, shape = self._channels(input), input.shape
-        if self.norm and not self.contraction:
-            num_groups = checks.groups(channels, num_groups)
-        for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
-            if step is None:
-                continue
-            if step.operand == "vector":
-                checks.vectors(channels, **{name: tensor})
-            elif tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
         if self.norm:
             num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
+        for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
+            if step and step.operand == "vector":
+                checks.vector(name, tensor, channels)
+            elif step and tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
         if self.reduction:
             if input.ndim != 2:
                 raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
@@ -278,12 +270,12 @@ class Chain(triton_kernels.chain.Chain):
         named = self._named(row)
         tensors = {"input": row[0], **({"weight": row[1]} if self.contraction else {}), **named}
         bias = tensors.pop(self.names[-1]) if self.reduction else None
-        others = geometry.arguments if geometry else {}
+        sizes = tuple(geometry.arguments.values()) if geometry else ()
         layout = _LAYOUTS.get(self.contraction, tensor_parallel.NORM if self.norm else tensor_parallel.POINTWISE)
 
         def of_shares(input, num_groups=1, **shares):
             weight = shares.pop("weight") if self.contraction else None
-            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, tuple(others.items()))
+            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, sizes)
 
         if self.reduction:
             return tensor_parallel.minimum_on_shards(of_shares, tensors, bias, num_groups)
@@ -298,7 +290,11 @@ _by_text: dict[str, Chain] = {}
 def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
     """A step's numbers as Python's."""
     step, name = named
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of numbers, got {given!r}")
     if step.name in _CHECKS:
+        if len(given) != 2:
+            raise ValueError(f"{name} must be two numbers, got {given!r}")
         return _CHECKS[step.name](*given)
     names = name if isinstance(name, tuple) else (name,) * len(given)
     return tuple(float(checks.real(*pair)) for pair in zip(names, given, strict=True))
@@ -306,19 +302,19 @@ def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
 
 def _in_pairs(geometry: tuple) -> list[int] | None:
     """A convolution's sizes in a row, two each; None where they are no ints or pairs of such."""
-    given = {**convolution.DEFAULTS, **dict(geometry)} if geometry else {}
-    pairs = [each if isinstance(each, (tuple, list)) else (each, each) for each in given.values()]
+    pairs = list(map(_pair, geometry))
     are_pairs = all(len(pair) == 2 and type(pair[0]) is type(pair[1]) is int for pair in pairs)
-    return [*itertools.chain(*pairs)] if are_pairs and len(pairs) in (0, len(convolution.DEFAULTS)) else None
+    return [*itertools.chain(*pairs)] if are_pairs else None
 
 
 def _chain_operator(
     text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]
 ) -> Tensor:
-    name = text.partition(" | ")[0]
+    name, *others = text.split(" | ")
     if name not in _by_text:
         raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
-    return _by_text[name]._apply_in_graph(tuple(row), scalars, num_groups, eps, sizes)
+    lengths = map(int, filter(None, others[0].split(",")))
+    return _by_text[name]._apply_in_graph(tuple(row), lengths, scalars, num_groups, eps, sizes)
 
 
 torch.library.define(
@@ -338,9 +334,8 @@ def _refuse() -> NoReturn:
     raise ValueError("kernels read memory as it is")
 
 
-def _spread(argument: tuple[str, Any]) -> tuple:
+def _pair(value: Any) -> tuple:
     """A convolution's argument as one number or more."""
-    value = argument[1]
     return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
 
 

@@ -16,6 +16,8 @@ _LARGEST = sys.float_info.max
 _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
 #: The types of almost every argument. ``plain`` returns them at once.
 _AS_THEY_ARE = (int, float, bool, str, type(None))
+#: The types of almost every tensor that is an argument, and of one that is missing. All others are subclasses.
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -53,15 +55,14 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def vectors(length: int, **arguments: torch.Tensor | None) -> None:
-    """Each is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
-    for name, tensor in arguments.items():
-        if tensor is not None and not is_vector(tensor.shape, length):
-            raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
+def vector(name: str, tensor: torch.Tensor | None, length: int) -> None:
+    """It is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
+    if tensor is not None and not is_vector(tensor.shape, length):
+        raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
 
 
 def is_vector(shape: tuple[int, ...], length: int) -> bool:
-    """Whether a tensor of this shape holds one value a channel, as ``vectors`` takes it."""
+    """Whether a tensor of this shape holds one value a channel, as ``vector`` takes it."""
     return shape[-1:] == (length,) and math.prod(shape) == length
 
 

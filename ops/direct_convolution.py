@@ -14,7 +14,7 @@ import torch
 import triton
 
 from autotune_configs import convolution_config
-from ops.calls import Call
+from ops.calls import Call, as_volume
 from ops.convolution import ConvTranspose2dGeometry, memory_format
 from triton_kernels.column_sums import column_sums
 from triton_kernels.convolution import StrideOneConvolution, convolution
@@ -126,7 +126,7 @@ def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor, dtype: torc
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity) -> None:
-    images = source.flatten(2), target.flatten(2)
+    images = as_volume(source), as_volume(target)
     copy_image(*images, ImageNormConfig.fit(*images), transform)
 
 
@@ -149,7 +149,7 @@ def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if image.dtype != torch.float32:
         return (in_channels_last(image),)
     parts = tuple(_empty_channels_last(image.shape, image, torch.bfloat16) for _ in range(2))
-    source, high, low = (each.flatten(2) for each in (image, *parts))
+    source, high, low = map(as_volume, (image, *parts))
     split_image(source, high, low, ImageNormConfig.fit(source, high, low))
     return parts
 

@@ -358,12 +358,6 @@ def conv_transpose2d_gelu_group_norm(
         TypeError: An argument has the wrong type, dtype or layout.
         ValueError: An argument has the wrong shape, device or value.
     """
-    geometry = (
-        ("stride", stride),
-        ("padding", padding),
-        ("output_padding", output_padding),
-        ("groups", groups),
-        ("dilation", dilation),
-    )
+    geometry = stride, padding, output_padding, groups, dilation
     row = (input, weight, conv_bias, norm_weight, norm_bias, None)
     return L19[checks.approximate(approximate)].apply(row, (), num_groups, eps, geometry)

@@ -10,15 +10,14 @@ from ops import checks, convolution, functions, submodules
 
 
 def _linear_and_norm(
-    in_features: int, out_features: int, num_groups: int, linear_bias: bool, eps: float, **factory: Any
+    in_features: int, out_features: int, num_groups: int, linear_bias: bool, eps: float, device: Any, dtype: Any
 ) -> tuple[nn.Linear, nn.GroupNorm]:
     """The two layers of a chain, after a check of their arguments."""
-    in_features = checks.size("in_features", in_features)
-    out_features = checks.size("out_features", out_features)
-    checks.dtype(factory["dtype"])
-    num_groups, eps = checks.groups(out_features, num_groups), checks.epsilon(eps)
-    gemm = nn.Linear(in_features, out_features, bias=linear_bias, **factory)
-    return gemm, nn.GroupNorm(num_groups, out_features, eps=eps, **factory)
+    sizes = checks.size("in_features", in_features), checks.size("out_features", out_features)
+    checks.dtype(dtype)
+    num_groups, eps = checks.groups(sizes[1], num_groups), checks.epsilon(eps)
+    gemm = nn.Linear(*sizes, bias=linear_bias, device=device, dtype=dtype)
+    return gemm, nn.GroupNorm(num_groups, sizes[1], eps=eps, device=device, dtype=dtype)
 
 
 class _WithBias(nn.Module):
@@ -67,9 +66,7 @@ class LinearHardtanhMishGroupNorm(_WithBias):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.gemm, norm = _linear_and_norm(
-            in_features, out_features, num_groups, linear_bias, eps, device=device, dtype=dtype
-        )
+        self.gemm, norm = _linear_and_norm(in_features, out_features, num_groups, linear_bias, eps, device, dtype)
         shape = checks.shape("bias_shape", bias_shape)
         if not checks.is_vector(shape, self.gemm.out_features):
             raise ValueError(f"bias_shape must be ({self.gemm.out_features},), got {shape}")
@@ -138,7 +135,7 @@ class LinearGroupNormMin(_WithBias):
     ):
         super().__init__()
         self.gemm, self.group_norm = _linear_and_norm(
-            in_features, out_features, num_groups, linear_bias, eps, device=device, dtype=dtype
+            in_features, out_features, num_groups, linear_bias, eps, device, dtype
         )
         shape = checks.shape("bias_shape", bias_shape)
         if not checks.is_channel_axis(shape):
@@ -195,7 +192,7 @@ class LinearGroupNormHardtanh(nn.Module):
     ):
         super().__init__()
         self.gemm, self.group_norm = _linear_and_norm(
-            in_features, out_features, num_groups, linear_bias, eps, device=device, dtype=dtype
+            in_features, out_features, num_groups, linear_bias, eps, device, dtype
         )
         least, most = checks.real("hardtanh_min", hardtanh_min), checks.real("hardtanh_max", hardtanh_max)
         if not least < most:  # torch.nn.Hardtanh asserts it

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ops import plans, precision
+from ops import checks, plans, precision
 from ops.calls import Arguments, Call, parse
 from ops.contractions import contraction_of
 from ops.plan import Plan
@@ -17,8 +17,15 @@ from ops.plan import Plan
 Tensor = torch.Tensor
 
 _FORWARD_MODE = "forward-mode differentiation"
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _TAG = torch.Tag.pt2_compliant_tag
+#: The dispatch keys of a call that nothing but autograd sees: no mode, tracer, fake or negated tensor.
+_PLAIN_KEYS = [
+    torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)
+    for backend, autograd in (
+        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
+        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
+    )
+]
 
 
 def _spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
@@ -122,7 +129,9 @@ def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
 
 def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     call = parse(text)
-    _refuse_forward_mode(call.name)
+    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(_refusal(call.name, _FORWARD_MODE))
     return contraction_of(call.chain).empty_results(Arguments.of(call, _spread(call, tensors)), training)
 
 
@@ -172,12 +181,6 @@ torch.library.register_vmap("normfuse::backward", _backward_under_vmap)
 torch.library.impl("normfuse::backward", "Batched", _backward_of_batch)
 
 
-def _refuse_forward_mode(name: str) -> None:
-    # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise RuntimeError(_refusal(name, _FORWARD_MODE))
-
-
 def _refusal(name: str, what: str) -> str:
     return (
         f"{name} does not support {what}: differentiate it with torch.autograd, give it batches as dimensions"
@@ -188,7 +191,7 @@ def _refusal(name: str, what: str) -> str:
 class Prepared:
     """A call for tensors that lie in memory in one way: its plan, and those of its backward pass.
 
-    Without a plan, it is the backward pass of the operator ``forward``.
+    Without a plan, both passes are the operators.
     """
 
     def __init__(self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None):
@@ -206,13 +209,19 @@ class Prepared:
 
     def forward(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The result and what the backward pass needs."""
-        return self.plan.run([tensors[place] for place in self.places])  # type: ignore[union-attr]
+        given = [tensors[place] for place in self.places]
+        if self.plan:
+            return self.plan.run(given)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.normfuse.forward.default(self.call.text, given, self.training)
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
         given = [gradient, *saved]
-        # Tensors of classes of their own, as those still on their way from another rank, are the dispatcher's.
-        key = _key(given) if _PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved() else None
+        # The dispatcher's are calls that were its own before, with tensors that may be negated, and tensors of classes
+        # of their own, as those still on their way from another rank.
+        is_eager = self.plan is not None and checks.PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved()
+        key = _key(given) if is_eager else None
         if key is not None:
             key = needed, plans.settings(gradient), *key
             plan = self._backwards.get(key) or self._backwards.add(key, self._make_backward(gradient, saved, needed))
@@ -244,7 +253,7 @@ def _refuse_second_derivative(name: str) -> None:
 
 
 class Function(torch.autograd.Function):
-    """A prepared call with gradients, as eager PyTorch alone meets it. There is a first derivative alone."""
+    """A prepared call with gradients. There is a first derivative alone."""
 
     @staticmethod
     def forward(ctx, prepared: Prepared, *tensors):
@@ -256,6 +265,11 @@ class Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         prepared = ctx.prepared
+        if not prepared.training:
+            raise RuntimeError(
+                f"{prepared.call.name} cannot be differentiated here: it was traced or exported where no gradient was "
+                "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
+            )
         _refuse_second_derivative(prepared.call.name)
         gradient = gradient.resolve_neg()
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
@@ -263,34 +277,22 @@ class Function(torch.autograd.Function):
             return None, *prepared.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
 
-def _setup_context(ctx, inputs, output):
-    text, tensors, training = inputs
-    call = parse(text)
-    spread = _spread(call, tensors)
-    wanted = [each is not None and each.requires_grad for each in spread]
-    ctx.prepared = Prepared(call, spread, wanted) if training else None
-    ctx.name = call.name
-    read = ctx.prepared.read if training else []
-    ctx.save_for_backward(*[spread[place] for place in read], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+def _differentiable(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
+    """The operator ``forward`` where autograd may see it; it returns the result alone where autograd does."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        call = parse(text)
+        spread = _spread(call, tensors)
+        wanted = [training and each is not None and each.requires_grad for each in spread]
+        return [Function.apply(Prepared(call, spread, wanted), *spread)]
+    # The dispatcher would take a microsecond for each tensor to find out that nothing else sees the call.
+    if keyset in _PLAIN_KEYS:
+        return _run_forward(text, tensors, training)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.normfuse.forward.default(text, tensors, training)
 
 
-def _backward_formula(ctx, gradients):
-    if ctx.prepared is None:
-        raise RuntimeError(
-            f"{ctx.name} cannot be differentiated here: it was traced or exported where no gradient was "
-            "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
-        )
-    _refuse_second_derivative(ctx.name)
-    needed = dict(zip(ctx.prepared.places, ctx.needs_input_grad[1], strict=True))
-    in_a_row = tuple(needed.get(place, False) for place in range(len(ctx.prepared.specs)))
-    with precision.without_autocast(gradients[0].device):
-        found = ctx.prepared.backward(gradients[0], ctx.saved_tensors, in_a_row)
-    return None, [found[place] for place in ctx.prepared.places], None
-
-
-# For graphs that have the operator alone, as compiled and exported ones may.
-torch.library.register_autograd("normfuse::forward", _backward_formula, setup_context=_setup_context)
+_library = torch.library.Library("normfuse", "FRAGMENT")
+_library.impl("forward", _differentiable, "Autograd", with_keyset=True)
 
 
 def run(call: Call, tensors: Sequence[Any]) -> Tensor:

@@ -70,6 +70,11 @@ class Buffer:
     offset: int = 0
 
     @property
+    def is_own(self) -> bool:
+        """Whether its slot's tensor has nothing else in it."""
+        return self.is_tensor or self.is_given
+
+    @property
     def bytes(self) -> int:
         return int(self.meta.untyped_storage().nbytes())
 
@@ -184,7 +189,7 @@ class Plan:
         self._results = results
         self._arguments = arguments
         self._all_buffers = buffers
-        shared = [buffer for buffer in self.buffers if not (buffer.is_tensor or buffer.is_given)]
+        shared = [buffer for buffer in self.buffers if not buffer.is_own]
         self.shared_bytes = _share(shared, arguments)
         #: Once it is needed, for launches with Triton's hooks or without.
         self._function = cache(self._written)
@@ -192,13 +197,13 @@ class Plan:
     @property
     def result_bytes(self) -> list[int]:
         """The size of each result."""
-        sizes = {buffer.slot: buffer.bytes for buffer in self.buffers if buffer.is_tensor or buffer.is_given}
+        sizes = {buffer.slot: buffer.bytes for buffer in self.buffers if buffer.is_own}
         return [sizes[slot] for slot in self._results]
 
     @property
     def buffer_bytes(self) -> int:
         """The most memory that its other buffers take at one time."""
-        own = [b for b in self.buffers if (b.is_tensor or b.is_given) and b.slot not in self._results]
+        own = [b for b in self.buffers if b.is_own and b.slot not in self._results]
         alive = [sum(b.bytes for b in own if b.first <= step <= b.last) for step in range(len(self.noted))]
         return self.shared_bytes + max(alive, default=0)
 
@@ -221,7 +226,7 @@ class Plan:
         # A slot of each layout that there is at all times.
         for buffer in list(self._all_buffers.values())[: self._arguments]:
             source.is_like(buffer)
-        own = [buffer for buffer in self.buffers if buffer.is_tensor or buffer.is_given]
+        own = [buffer for buffer in self.buffers if buffer.is_own]
         for number, noted in enumerate([*self.noted, None]):  # at last, results that no step writes to
             for buffer in own:
                 if buffer.first == number and not buffer.is_given:

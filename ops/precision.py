@@ -8,7 +8,6 @@ import torch
 import autotune_configs
 from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_kernels
-from triton_kernels.linear import FLOAT32_INPUT_PRECISION as FLOAT32_INPUT_PRECISION
 
 #: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
@@ -28,11 +27,6 @@ def float32_parts() -> int:
     """The number of float16 operands that a float32 operand is split into (``triton_kernels.float32_split``). One is
     as precise as TF32."""
     return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
-
-
-def splits_float32(device: torch.device) -> bool:
-    """Whether float32 products are computed from split float16 operands: on Hopper."""
-    return runs_hopper_kernels(device)
 
 
 def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
@@ -60,7 +54,7 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
     if float32_parts() == 2:
         return False
     pays = min(rows, columns) >= FEWEST_TF32_LINES and rows * columns * depth >= FEWEST_TF32_PRODUCTS
-    return not (pays and splits_float32(input.device))
+    return not (pays and runs_hopper_kernels(input.device))
 
 
 def cublas_adds_bias(input: torch.Tensor, columns: int) -> bool:

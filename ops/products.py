@@ -12,10 +12,11 @@ from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LinearSplitConfig, split
+from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.launch import call as do
-from triton_kernels.linear import LinearConfig, linear
+from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
 
 Config = LinearConfig | LinearSplitConfig
 #: In wider groups, keeping the group of a row's minimum takes more shared memory than a block of the kernel has left.
@@ -27,7 +28,7 @@ def product_config(chain: Chain, input: torch.Tensor, weight: torch.Tensor, grou
 
     Where the chain normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds them.
     """
-    if input.dtype == torch.float32 and precision.splits_float32(input.device):
+    if input.dtype == torch.float32 and runs_hopper_kernels(input.device):
         return LinearSplitConfig(precision.float32_parts())
     (M, K), N = input.shape, weight.shape[0]
     return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device)
@@ -55,7 +56,7 @@ def product(
     Where ``config`` says so, float32 operands are split into float16 ones. Tiles with values that float16 cannot hold
     are computed again, as three TF32 products.
     """
-    precisely = {"input_precision": precision.FLOAT32_INPUT_PRECISION} | arguments
+    precisely = {"input_precision": FLOAT32_INPUT_PRECISION} | arguments
     if isinstance(config, LinearConfig):
         linear(_depth_contiguous(input), _depth_contiguous(weight), chain, config, operands, **precisely)
         return

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ops import checks
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-#: The types of almost every argument.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 #: A dimension of the mesh that divides the channels. One that divides the batch has an axis's number, any other None.
 _CHANNELS = -1
 
@@ -50,7 +50,7 @@ NORM = Layout(weight_axis=None, axis=1)
 
 def is_distributed(*tensors: torch.Tensor | None) -> bool:
     """Whether any of these is a DTensor. There is one only if its module was imported, which takes half a second."""
-    if all(type(tensor) in _PLAIN for tensor in tensors):
+    if all(type(tensor) in checks.PLAIN_TENSORS for tensor in tensors):
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)

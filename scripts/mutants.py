@@ -58,6 +58,7 @@ CHAINS = [
     *(f"ops/test_{name}.py" for name in ("modules", "module_options", "operators", "reference")),
     "test_shapes.py",
 ]
+IMAGES = [f"triton_kernels/test_image_{name}.py" for name in ("group_norm", "groups", "operands")]
 #: Tests beside a file's own, tests/<folder>/test_<name>.py. The cheapest run first.
 TESTS = {
     "triton_kernels/*.py": ["triton_kernels/test_launch.py"],
@@ -68,8 +69,9 @@ TESTS = {
     "triton_kernels/grid.py": ["test_grids.py"],
     "triton_kernels/group_norm.py": ["triton_kernels/test_pointwise_pass.py"],
     "triton_kernels/hopper.py": ["ops/test_direct_convolution.py"],
-    "triton_kernels/image_statistics.py": ["triton_kernels/test_image_group_norm.py"],
-    "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", "triton_kernels/test_image_group_norm.py"],
+    "triton_kernels/image_group_norm.py": IMAGES,
+    "triton_kernels/image_statistics.py": IMAGES,
+    "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", *IMAGES],
     "triton_kernels/pointwise.py": ["triton_kernels/test_tf32.py", "triton_kernels/test_image_copy.py"],
     "triton_kernels/reference.py": ["triton_kernels/test_chain.py", "ops/test_reference.py"],
     "triton_kernels/row_minimum*.py": ["test_grids.py", "test_nonfinite.py"],
@@ -83,7 +85,7 @@ TESTS = {
     ],
     "ops/contractions.py": CHAINS,
     "ops/passes.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],
-    "ops/plan*.py": ["ops/test_plans.py"],
+    "ops/plan*.py": ["ops/test_plan.py", "ops/test_plans.py"],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/products.py": ["ops/test_gemm.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],

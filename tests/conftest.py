@@ -148,3 +148,19 @@ def poisoned_memory():
     assert torch.empty(9).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The plans that are made."""
+    from ops.plan import Planner
+
+    found = []
+    plan = Planner.plan
+
+    def noted(self, results):
+        found.append(plan(self, results))
+        return found[-1]
+
+    monkeypatch.setattr(Planner, "plan", noted)
+    return found

@@ -5,7 +5,6 @@ import torch
 
 import ops
 from autotune_configs import lookup
-from ops.plan import Planner
 from tests.accuracy import draw_grad_output
 from tests.chains import CHAINS, DTYPES, L19, L94, Problem, chain_id, redrawn, tensors_of
 from tests.gpu import MARKS, arguments_of
@@ -27,18 +26,10 @@ def run(chain, arguments, grad_output):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def made(made, monkeypatch):
     """The plans that are made; cuDNN adds in a fixed order, as cuBLAS and our kernels do."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    plans = []
-    plan = Planner.plan
-
-    def noted(self, results):
-        plans.append(plan(self, results))
-        return plans[-1]
-
-    monkeypatch.setattr(Planner, "plan", noted)
-    return plans
+    return made
 
 
 def check(chain, arguments, made):

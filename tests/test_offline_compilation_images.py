@@ -3,7 +3,6 @@
 As in ``tests/test_offline_compilation.py``, which has the other chains.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +12,6 @@ from autotune_configs.offline import compile_launches
 from ops import direct_convolution
 from ops.calls import Call
 from ops.convolution import ConvTranspose2dGeometry
-from ops.precision import FLOAT32_INPUT_PRECISION
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills
 from triton_kernels import convolution, convolution_hopper, image_copy, weight_gradient_hopper
 from triton_kernels.chain import Chain
@@ -28,6 +26,7 @@ from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
+from triton_kernels.linear import FLOAT32_INPUT_PRECISION
 from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, Pointwise, add, add_gradient, identity, nearest_tf32
 from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
@@ -376,86 +375,3 @@ def check_direct_convolution(dtype, format, arch, on_hopper):
             assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if launch is forward else 0)
         if others := [kernel for kernel in kernels if kernel not in specialised]:
             assert_fit_without_spills(others)
-
-
-@by_architecture
-def test_float32_is_direct_on_hopper_alone(arch):
-    input, weight = images(torch.float32), torch.empty(CHANNELS, CHANNELS, 3, 3, device=META)
-    taken = answer(lambda: direct_convolution.takes(input, weight, GEOMETRY, True), arch)
-    assert taken == (arch == 90 and HAS_OVERLAPPING_VIEWS)
-
-
-def answer(question, arch):
-    """What a question of what is supported answers on this architecture."""
-    answers = []
-    compile_launches(lambda: answers.append(question()), arch)
-    return answers[0]
-
-
-@with_overlapping_views
-@by_architecture
-def test_kernels_for_hopper_are_for_it_alone(arch):
-    taps, config = direct_convolution.forward_convolution(GEOMETRY), weight_gradient_hopper.WeightGradientConfig()
-    input, output = images(torch.bfloat16), images(torch.bfloat16, size=SIZE + 2)
-    nhwc = input.permute(0, 2, 3, 1), output.permute(0, 2, 3, 1)
-    assert answer(lambda: convolution_hopper.supports(input, output, taps), arch) == (arch == 90)
-    assert answer(lambda: weight_gradient_hopper.supports(*nhwc, (3, 3), (1, 1), config), arch) == (arch == 90)
-
-
-#: What is wrong with each: (input, output, taps) of a convolution.
-UNSUPPORTED_CONVOLUTIONS = {
-    "contiguous input": (images(torch.bfloat16, CONTIGUOUS), images(torch.bfloat16), GEOMETRY),
-    "odd channels in": (images(torch.bfloat16, channels=37), images(torch.bfloat16), GEOMETRY),
-    "odd channels out": (images(torch.bfloat16), images(torch.bfloat16, channels=44), GEOMETRY),
-    "odd rows out": (images(torch.bfloat16), images(torch.bfloat16, CONTIGUOUS, size=SIZE + 2), GEOMETRY),
-    "two dtypes": (images(torch.bfloat16), images(torch.float32), GEOMETRY),
-    "odd channels in, float32": (images(torch.float32, channels=38), images(torch.float32), GEOMETRY),
-    "more weights than fit": (images(torch.bfloat16, channels=512), images(torch.bfloat16), GEOMETRY),
-    "more weights than fit, float32": (images(torch.float32, channels=128), images(torch.float32), GEOMETRY),
-    "taps too far apart": (
-        images(torch.bfloat16),
-        images(torch.bfloat16),
-        dataclasses.replace(GEOMETRY, dilation=(9, 1)),
-    ),
-    "no samples": (images(torch.bfloat16, samples=0), images(torch.bfloat16, samples=0), GEOMETRY),
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED_CONVOLUTIONS)
-def test_what_the_convolution_for_hopper_refuses(name):
-    input, output, geometry = UNSUPPORTED_CONVOLUTIONS[name]
-    taps = direct_convolution.forward_convolution(geometry)
-    assert not answer(lambda: convolution_hopper.supports(input, output, taps), 90)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"channels": 37},
-        {"out_channels": 44},
-        {"dtype": torch.float32},
-        {"gradient_dtype": torch.float16},
-        {"kernel_size": (4, 3)},
-        {"kernel_size": (1, 5)},
-        {"dilation": (20, 20)},
-        {"samples": 0},
-    ],
-    ids=str,
-)
-def test_what_the_weight_gradient_for_hopper_refuses(changes):
-    problem = {
-        "channels": CHANNELS,
-        "out_channels": CHANNELS,
-        "dtype": torch.bfloat16,
-        "kernel_size": (3, 3),
-        "dilation": (1, 1),
-        "samples": SAMPLES,
-        **changes,
-    }
-    input = images(problem["dtype"], channels=problem["channels"], samples=problem["samples"])
-    dtype = problem.get("gradient_dtype", problem["dtype"])
-    gradient = images(dtype, channels=problem["out_channels"], samples=problem["samples"], size=SIZE + 2)
-    nhwc = input.permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
-    taps = problem["kernel_size"], problem["dilation"]
-    config = weight_gradient_hopper.WeightGradientConfig(columns=32)
-    assert not answer(lambda: weight_gradient_hopper.supports(*nhwc, *taps, config), 90)

@@ -43,7 +43,7 @@ class Chain:
         contraction: "linear", "conv_transpose2d", or "" for none. It has a bias, which may be absent.
         before: Pointwise functions before the norm.
         norm: "group_norm", or "" for none. It has a weight and a bias, which may be absent.
-        after: Pointwise functions after the norm.
+        after: Pointwise functions after the norm. Without one, they follow those before it.
         reduction: What follows, or None.
     """
 
@@ -54,6 +54,9 @@ class Chain:
     reduction: Reduction | None = None
 
     def __post_init__(self):
+        if not self.norm and self.after:
+            object.__setattr__(self, "before", self.before + self.after)
+            object.__setattr__(self, "after", ())
         if self.reduction and (self.activation or not self.norm or self.after):
             raise ValueError("a reduction takes the values of a norm, before which only biases are added")
         known = _chains.setdefault(self.kernel, self)

@@ -73,12 +73,10 @@ def apply_kernel(
     wait_for_launch_before()
     place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
     inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
-    values = load_tile(input, place, inside).to(tl.float32)
-    loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
-    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     mean, rstd = load_groups(statistics, place, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
-    # Of each of these loads, only what is used is compiled. Used at once, it takes fewer registers.
     loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
+    values = load_tile(input, place, inside).to(tl.float32)
+    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
     normalized = (values - mean) * rstd
     store_tile(output, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps)))
 
@@ -98,6 +96,7 @@ def last_sums_kernel(
     CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     STRIP: tl.constexpr,
+    STAGES: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -110,13 +109,13 @@ def last_sums_kernel(
     mean, rstd = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     vectors = load_vectors(operands, c, real, CHAIN, 1)
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
-    for pixel in range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S):
+    for pixel in tl.range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S, num_stages=STAGES):
         place = (corner[0], corner[1], pixel)
         inside = is_inside(real, pixel, pixels, BLOCK_S)
         loaded = load_tensors(vectors, place, inside, tile_of_image, CHAIN)
         values = load_tile(input, place, inside).to(tl.float32)
-        normalized = (apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dy = load_tile(output_gradient, place, inside).to(tl.float32)
+        normalized = (apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, CHAIN.norm_place + 2)
         dy, of_after = steps_gradient(dy, y, loaded, CHAIN, CHAIN.norm_place + 2, len(CHAIN.steps))
         gradients = (dy * normalized, dy) + of_after
@@ -178,6 +177,7 @@ def apply_backward_kernel(
     STORED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     STRIP: tl.constexpr,
+    STAGES: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -195,13 +195,13 @@ def apply_backward_kernel(
     mean, rstd, projection, gradient_mean = groups
     vectors = load_vectors(operands, c, real, CHAIN, 1)
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
-    for pixel in range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S):
+    for pixel in tl.range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S, num_stages=STAGES):
         place = (corner[0], corner[1], pixel)
         inside = is_inside(real, pixel, pixels, BLOCK_S)
         loaded = load_tensors(vectors, place, inside, tile_of_image, CHAIN)
         z = load_tile(input, place, inside).to(tl.float32)
-        normalized = (apply_steps(z, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dy = load_tile(output_gradient, place, inside).to(tl.float32)
+        normalized = (apply_steps(z, loaded, CHAIN, 0, CHAIN.norm_place) - mean) * rstd
         dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
         dz = rstd * (dx - gradient_mean - normalized * projection)
         dz, gradients = steps_gradient(dz, z, loaded, CHAIN, 0, CHAIN.norm_place)
@@ -322,7 +322,15 @@ def image_group_norm_backward(
     block_c, block_t = merged_blocks(group_size, strips)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
     images = as_image(output_gradient), as_image(input), image_operands(chain, operands)
-    options = {"CHAIN": chain, "GROUP_SIZE": group_size, "STRIP": config.strip}
+    loads_images = any(step.operand == "tensor" for step in chain.steps)
+    options = {  # of both passes over the images
+        "CHAIN": chain,
+        "GROUP_SIZE": group_size,
+        "STRIP": config.strip,
+        # The next two tiles are on their way to shared memory. Operands that are images would not fit there too, and
+        # 64-bit indices take the registers.
+        "STAGES": 1 if loads_images or S >= 2**30 else min(3, config.strip, config.tiles(S)),
+    }
     launch_tiles(
         last_sums_kernel,
         input,

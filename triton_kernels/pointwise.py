@@ -318,6 +318,10 @@ class Pointwise:
     #: What this is a form of, if it is one.
     declared: "Pointwise | None" = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self):
+        if self.operand not in ("", "numbers", "vector", "tensor"):
+            raise ValueError(f"operand must be '', 'numbers', 'vector' or 'tensor', got {self.operand!r}")
+
     def form(self, dtype: torch.dtype) -> "Pointwise":
         """This function as precise as values of ``dtype`` are."""
         for known, function, gradient in self.forms:

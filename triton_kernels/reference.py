@@ -34,7 +34,7 @@ def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1,
     first = chain.norm_place
     value = _apply(chain.steps[:first], z, operands[:first])
     if chain.norm:
-        weight, bias = operands[first : first + 2]
+        weight, bias = (None if each is None else each.reshape(-1) for each in operands[first : first + 2])
         value = group_norm(value, num_groups, weight, bias, eps)
         first += 2
     value = _apply(chain.after, value, operands[first:])

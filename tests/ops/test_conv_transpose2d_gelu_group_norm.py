@@ -186,6 +186,22 @@ def test_scalar_grad_output():
     check(L19, arguments, torch.full((), 0.75).expand(L19.plain(**arguments).shape))
 
 
+@by_dtype
+def test_images_whose_rows_and_columns_are_swapped(dtype):
+    """Input and gradient in a memory order that is no one run of pixels."""
+    weight = torch.randn(8, 12, 3, 3, dtype=dtype, requires_grad=True)
+    input, gradient = (torch.randn(shape, dtype=dtype).mT for shape in ((2, 8, 4, 5), (2, 12, 6, 7)))
+
+    def results(input, gradient):
+        leaves = input.requires_grad_(), weight
+        output = ops.conv_transpose2d_gelu_group_norm(*leaves, None, 4)
+        return output, *torch.autograd.grad(output, leaves, gradient)
+
+    expected = results(input.contiguous(), gradient.contiguous())
+    for result, other in zip(results(input, gradient), expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=0, atol=1e-2 * other.abs().max().item())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_weight_and_vectors(layout):
     arguments = arguments_of(dtype=torch.bfloat16)

@@ -49,10 +49,13 @@ class Calls(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.arguments = {}
+        self.others = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "normfuse":
             self.arguments[function] = [each if isinstance(each, (str, bool)) else detached(each) for each in args]
+        else:
+            self.others.add(function.overloadpacket)
         return function(*args, **(kwargs or {}))
 
 
@@ -134,6 +137,19 @@ def test_opcheck_of_one_gradient(name, wanted):
 @by_call
 def test_opcheck_otherwise(name, options):
     opcheck(calls(name, **options))
+
+
+@by_call
+def test_observed_step_makes_no_other_tensor(name):
+    """What is kept has no gradient, and none of zeros is made for it."""
+    chain, arguments = arguments_of(name)
+    leaves = {each: tensor.detach().requires_grad_() for each, tensor in tensors_of(arguments).items()}
+    output = chain.function(**{**arguments, **leaves})
+    grad_output = torch.ones_like(output)
+    with Calls() as noted:
+        torch.autograd.grad(chain.function(**{**arguments, **leaves}), list(leaves.values()), grad_output)
+    assert noted.arguments.keys() == {FORWARD, BACKWARD}
+    assert noted.others <= {torch.ops.aten.detach}
 
 
 @by_call

@@ -17,7 +17,7 @@ from autotune_configs.sweep import sweep_and_store, time_on_host
 from ops import plans
 from ops.calls import parse
 from tests.compilation import more_spills
-from triton_kernels.pointwise import ADD, GELU, Pointwise
+from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, Pointwise
 from triton_kernels.row_minimum import ROW_MINIMUM
 
 
@@ -224,6 +224,27 @@ def test_tensor_of_any_batch():
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("contraction", ["", "linear"])
+def test_functions_after_no_norm(contraction):
+    """They follow those before it."""
+    own = ops.Chain(contraction, before=(SILU,), norm="", after=(MUL, GELU))
+    vectors = [torch.randn(32, requires_grad=True) for _ in range(2 if contraction else 1)]
+    tensors = [*draw()[:2], *vectors] if contraction else [torch.randn(8, 32, requires_grad=True), *vectors]
+
+    def plain(input, *others):
+        z = F.linear(input, *others[:2]) if contraction else input
+        return F.gelu(F.silu(z) * others[-1])
+
+    check(results(own, tensors), in_float64(plain, tensors), results(plain, tensors))
+
+
+def test_norm_vectors_of_two_dimensions():
+    """With leading ones, in every dtype."""
+    input, weight = torch.randn(3, 8), torch.randn(1, 8)
+    expected = ops.group_norm(input.double(), 2, weight.double(), weight.double())
+    torch.testing.assert_close(ops.group_norm(input, 2, weight, weight), expected.float())
+
+
 def test_operands_are_counted():
     with pytest.raises(TypeError, match=r"expected 4 operands after the input \(weight, add, mul, add\), got 2"):
         CHAIN(*draw()[:3])
@@ -234,6 +255,18 @@ def test_a_convolutions_arguments_are_refused():
         CHAIN(*draw(), num_groups=4, stride=2)
 
 
+def test_each_argument_of_a_convolution():
+    """Calls that differ in a convolution's arguments alone have plans of their own."""
+    chain = ops.Chain("conv_transpose2d", before=(SILU,))
+    input, weight = torch.randn(1, 4, 6, 5), torch.randn(4, 4, 3, 3)
+    vectors = torch.zeros(4), torch.ones(4), torch.zeros(4)
+    for geometry in ({"stride": 2}, {"dilation": 2}, {"padding": 2}, {"stride": 2, "padding": 1}, {}):
+        expected = F.group_norm(F.silu(F.conv_transpose2d(input, weight, **geometry)), 2)
+        torch.testing.assert_close(chain(input, weight, *vectors, num_groups=2, **geometry), expected)
+    with pytest.raises(TypeError, match="'strides' is no argument of a transposed convolution"):
+        chain(input, weight, *vectors, num_groups=2, strides=2)
+
+
 @pytest.mark.parametrize(
     "parts, message",
     [
@@ -242,11 +275,56 @@ def test_a_convolutions_arguments_are_refused():
         ({"contraction": "conv_transpose2d", "norm": ""}, "a chain with a convolution must have a norm"),
         ({"contraction": "", "reduction": ROW_MINIMUM}, "a reduction must follow a linear layer, got ''"),
         ({"contraction": "linear", "norm": "", "reduction": ROW_MINIMUM}, "a reduction takes the values of a norm"),
+        ({"contraction": ["linear"]}, "contraction must be one of .*, got \\['linear'\\]"),
+        ({"before": (replace(SILU, name="no add"),)}, "must be a lower-case identifier, got 'no add'"),
+        ({"before": (replace(SILU, name="group_norm"),)}, "cannot be called 'group_norm'"),
+        ({"before": [SILU]}, "before must be a tuple of Pointwise, got \\[Pointwise"),
+        ({"after": (torch.relu,)}, "after must be a tuple of Pointwise"),
+        (
+            {"contraction": "linear", "reduction": "row_minimum"},
+            "reduction must be a Reduction or None, got 'row_minimum'",
+        ),
     ],
 )
 def test_chains_that_there_are_not(parts, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         ops.Chain(**parts)
+
+
+def test_operands_that_there_are_not():
+    with pytest.raises(ValueError, match="operand must be '', 'numbers', 'vector' or 'tensor', got 'foo'"):
+        replace(SILU, operand="foo")
+
+
+@pytest.mark.parametrize(
+    "bounds, message",
+    [
+        (None, "hardtanh must be a tuple of numbers, got None"),
+        (1.0, "hardtanh must be a tuple of numbers, got 1.0"),
+        ((0.0, 1.0, 2.0), "hardtanh must be two numbers, got"),
+        (("a", 1.0), "min_val"),
+    ],
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_numbers(bounds, message, is_compiled):
+    own = ops.Chain(after=(SILU, HARDTANH))
+    function = torch.compile(own, backend="eager") if is_compiled else own
+    expected = F.hardtanh(F.silu(F.group_norm(torch.ones(2, 8), 2)), -0.1, 0.2)
+    torch.testing.assert_close(function(torch.ones(2, 8), None, None, (-0.1, 0.2), num_groups=2), expected)
+    with pytest.raises((TypeError, ValueError), match=message):
+        own(torch.ones(2, 8), None, None, bounds, num_groups=2)
+
+
+def test_sizes_that_are_no_pairs():
+    """Also after a call with the same numbers that are."""
+    own = ops.Chain("conv_transpose2d", before=(SILU,))
+    tensors = torch.randn(1, 4, 5, 6), torch.randn(4, 8, 3, 3), None, None, None
+    for _ in range(2):
+        own(*tensors, num_groups=2, stride=(1, 1), padding=(0, 0))
+        with pytest.raises(ValueError, match="stride must be an int or a pair of ints"):
+            own(*tensors, num_groups=2, stride=(1, 1, 0), padding=(0,))
+        with pytest.raises(TypeError, match="groups must be an int"):
+            own(*tensors, num_groups=2, groups=(1, 1))
 
 
 def test_other_functions_of_one_name():

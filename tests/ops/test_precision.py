@@ -43,7 +43,7 @@ def test_cublas_is_asked_for_in_terms_of_the_product(monkeypatch):
 
 
 def test_large_products_are_split_for_tf32(monkeypatch):
-    monkeypatch.setattr(precision, "splits_float32", lambda device: True)
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
     torch.set_float32_matmul_precision("high")
     assert not precision.multiplies_by_cublas(rows_of(1024, 4096), 4096)
     assert precision.multiplies_by_cublas(rows_of(1024, 4096), 4095)  # few products

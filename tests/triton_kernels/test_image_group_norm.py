@@ -1,30 +1,20 @@
 """Norm passes over images of any strides: partial statistics and their merge, chains and their gradients."""
 
 import itertools
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 
-from triton_kernels import image_group_norm as kernels
 from triton_kernels.chain import Chain
 from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import (
-    ADD,
     GELU,
     GELU_TANH,
     HARDTANH,
-    MUL,
-    Pointwise,
-    add,
-    add_gradient,
     identity,
-    mul,
-    mul_gradient,
     nearest_tf32,
     round_to_tf32,
 )
@@ -366,199 +356,3 @@ def test_tiles_are_long_where_all_pixels_are_contiguous(channels, pixels):
         assert config.block_c < 2 * channels and config.block_c * config.block_s <= 4096
     if channels == 64:
         assert long.block_s == 1024 and wide.block_c == 64
-
-
-# Operands anywhere.
-
-ADD_IMAGE = Pointwise("add", add, add_gradient, lambda value, image: value + image, "tensor")
-MUL_IMAGE = Pointwise("mul", mul, mul_gradient, lambda value, image: value * image, "tensor")
-ANYWHERE = Chain("conv_transpose2d", before=(ADD, GELU, MUL, ADD_IMAGE, ADD), after=(HARDTANH, ADD, MUL_IMAGE, MUL))
-
-
-def exact_chain(chain, values, operands, num_groups, gradient):
-    """The result, and the gradients of the values and of the operands that are tensors, in float64."""
-    leaves = [each.double().requires_grad_() if isinstance(each, torch.Tensor) else each for each in operands]
-    input = value = values.double().requires_grad_()
-    for place, (step, operand) in enumerate(zip(chain.steps, leaves, strict=True)):
-        if place == len(chain.steps) - len(chain.last):
-            value = torch.group_norm(value, num_groups)
-        if operand is not None or not step.has_tensor:
-            value = step.plain(value, operand[:, None] if step.operand == "vector" else operand)
-    tensors = [input, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-    return value.detach(), *torch.autograd.grad(value, tensors, gradient.double())
-
-
-def our_chain(chain, values, operands, num_groups, gradient, config, wanted=None):
-    """The same from kernels. ``wanted`` operands have gradients; all that are tensors, if None."""
-    statistics = image_statistics(values, num_groups, 1e-5, config, chain, operands)
-    output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
-    image_group_norm(values, statistics, chain, operands, config, output=output)
-    gradients = [
-        torch.full_like(each, torch.nan) if isinstance(each, torch.Tensor) and (wanted is None or i in wanted) else None
-        for i, each in enumerate(operands)
-    ]
-    sums = empty_sums(chain, gradients, values, config)
-    options = {"input_gradient": input_gradient, "sums": sums}
-    image_group_norm_backward(gradient, values, statistics, chain, operands, config, **options)
-    add_up_sums(chain, sums, gradients)
-    return output, input_gradient, *(each for each in gradients if each is not None)
-
-
-def anywhere(size, absent=()):
-    samples, num_groups, group_size, pixels = size
-    C = num_groups * group_size
-    images = (each for format, each in zip(FORMATS[1:], normal(2, samples, C, pixels, seed=3), strict=True))
-    vectors = iter(normal(9, C, seed=2))
-    made = {"vector": lambda: next(vectors), "tensor": lambda: in_format(next(images), "strided")}
-    operands = [made[step.operand]() if step.has_tensor else None for step in ANYWHERE.steps]
-    operands = [None if i in absent else each for i, each in enumerate(operands)]
-    operands[ANYWHERE.steps.index(HARDTANH)] = BOUNDS
-    values, gradient = normal(2, samples, C, pixels, seed=pixels)
-    return values, operands, num_groups, gradient
-
-
-#: One image, and one strip of it; strips of several tiles; a matrix; a few pixels.
-ANYWHERE_SIZES = [((1, 3, 5, 17), CONFIGS[2]), ((2, 3, 5, 33), CONFIGS[1]), ((3, 2, 40, 1), None), ((2, 2, 6, 3), None)]
-
-
-@pytest.mark.parametrize("absent", [(), (0, 1), (3, 6), (4, 7), (5, 9), (10, 11)], ids=str)
-@pytest.mark.parametrize("size, config", ANYWHERE_SIZES, ids=str)
-def test_operands_anywhere(size, config, absent):
-    """Vectors and images before the norm and after it, with gradients; each may be absent."""
-    values, operands, *rest = anywhere(size, absent)
-    results = our_chain(ANYWHERE, values, operands, *rest, config or ImageNormConfig.fit(values))
-    truths = exact_chain(ANYWHERE, values, operands, *rest)
-    for result, truth in zip(results, truths, strict=True):
-        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("wanted", [(), (0,), (4, 9), (3, 6), (7, 11)], ids=str)
-def test_what_is_wanted(wanted):
-    """No gradient depends on which others are wanted."""
-    values, operands, *rest = anywhere((2, 3, 5, 33))
-    every = our_chain(ANYWHERE, values, operands, *rest, CONFIGS[1])
-    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
-    some = our_chain(ANYWHERE, values, operands, *rest, CONFIGS[1], wanted)
-    expected = (*every[:2], *(every[2 + tensors.index(i)] for i in wanted))
-    for result, truth in zip(some, expected, strict=True):
-        assert torch.equal(result, truth)
-
-
-def test_gradient_of_an_absent_bias():
-    """A convolution added it: its gradient is that of its result."""
-    values, gradient, num_groups, weight, bias = problem((2, 3, 5, 17))
-    added = our_results(values, gradient, num_groups, weight, bias, CONFIGS[1], input_bias=torch.zeros(15))
-    for result, truth in zip(our_results(values, gradient, num_groups, weight, bias, CONFIGS[1]), added, strict=True):
-        assert torch.equal(result, truth)
-
-
-# Groups of matrices and of few pixels: statistics of several channels at a time.
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e4, -3e6])
-@pytest.mark.parametrize("width", [1, 100, 4096, 4097, 3 * 4096 + 5])
-@pytest.mark.parametrize("is_matrix", [False, True])
-def test_merged_statistics(is_matrix, width, offset):
-    """Of one long channel and of a row of a matrix: blocks of 4096, the last one shorter."""
-    values = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(width)) + offset
-    images = values.view(2, 3 * width, 1) if is_matrix else values
-    mean, rstd = statistics_of(images, 3, 1e-5, ImageNormConfig.fit(images))
-    exact = values.double().view(6, width)
-    torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=1e-6)
-    rounding = torch.finfo(torch.float32).eps / 2 * abs(offset)
-    expected_rstd = (exact.var(1, correction=0) + 1e-5).rsqrt()
-    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=2e-6 + rounding, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, -1), (1, -1, 1)], ids=str)
-def test_means_that_differ_between_blocks(shape):
-    """Nearly all of the variance is that of the blocks' means."""
-    values = (torch.arange(3 * 4096 + 100).div(4096, rounding_mode="floor").float() * 100).view(shape)
-    mean, rstd = statistics_of(values, 1, 1e-5, ImageNormConfig.fit(values))
-    exact = values.double().flatten()
-    torch.testing.assert_close(mean[0].double(), exact.mean(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(rstd[0].double(), (exact.var(correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(2, 3, 5000), (2, 15000, 1), (2, 9 * 512, 5)], ids=str)
-def test_statistics_of_activated_groups(shape, name):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    (activation, function), config = ACTIVATIONS[name], ImageNormConfig.fit(values)
-    mean, rstd = statistics_of(values, 3, 1e-5, config, Chain(before=activation))
-    exact = function(values.double()).view(6, -1)
-    torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(rstd.double(), (exact.var(1, correction=0) + 1e-5).rsqrt(), rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(1, 3, 4096), (1, 3, 5000), (1, 3, 12345), (1, 12345, 1), (1, 3000, 5)], ids=str)
-@pytest.mark.parametrize("value", [0.1, 12345.678, 1000.3])
-def test_constant_groups_of_any_shape(value, shape):
-    """They stay 0: 1/sqrt(eps) = 316 must have nothing to multiply."""
-    values = torch.full(shape, value)
-    config, output = ImageNormConfig.fit(values), torch.empty_like(values)
-    statistics = statistics_of(values, 1, 1e-5, config)
-    image_group_norm(values, statistics, NORM, (None, None), config, output=output)
-    assert (output == 0.0).all()
-
-
-#: The same pairs for tiles as they are chosen.
-GROUPS = [(2, 3, 5, 7), (1, 1, 3, 2000), (3, 2, 1, 5000), (2, 2, 5000, 1), (2, 2, 4096, 1)]
-FUNCTIONS_IN_GROUPS = [
-    *((size, "gelu", "hardtanh") for size in GROUPS),
-    *((GROUPS[0], name, final) for name in ACTIVATIONS for final in FINALS),
-]
-
-
-@pytest.mark.parametrize("size, name, final", dict.fromkeys(FUNCTIONS_IN_GROUPS), ids=str)
-def test_groups_against_autograd(size, name, final):
-    arguments = problem(size)
-    results = our_results(*arguments, ImageNormConfig.fit(arguments[0]), name=name, final=final)
-    truths = exact_results(*arguments, ACTIVATIONS[name][1], FINALS[final])
-    for result, truth in zip(results, truths, strict=True):
-        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("has_weight, has_bias", [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("shape", [(2, 6, 1000), (2, 6000, 1)], ids=str)
-def test_absent_vectors_are_ones_and_zeros(shape, has_weight, has_bias):
-    """Bit for bit, before and behind a function that cuts off at values that the bias moves."""
-    values, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    weight, bias = torch.randn(2, shape[1], generator=torch.Generator().manual_seed(1))
-    present = (weight if has_weight else torch.ones_like(weight), bias if has_bias else torch.zeros_like(bias))
-    absent = (weight if has_weight else None, bias if has_bias else None)
-    config = ImageNormConfig.fit(values)
-    with_vectors, without = (our_results(values, gradient, 2, *vectors, config) for vectors in (present, absent))
-    for one, other in zip(with_vectors, without, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("shape", [(2**18, 8, 16), (1, 1, 2**30), (3, 4, 2**28), (1, 2, 2**31), (1, 2**31, 1)], ids=str)
-def test_grids_of_any_size(shape):
-    """Many groups, and groups of many blocks. Indices have 64 bits where 32 do not suffice."""
-    launches = []
-
-    def run(*arguments, grid, **options):
-        launches.append((grid, options))
-
-    with mock.patch.object(type(kernels.apply_kernel), "run", run):
-        values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        config = ImageNormConfig.fit(values)
-        statistics = statistics_of(values, 1, 1e-5, config)
-        image_group_norm(values, statistics, NORM, (None, None), config, output=values)
-        gradients = torch.empty(2, shape[1], device="meta").unbind()
-        sums = empty_sums(NORM, gradients, values, config)
-        options = {"input_gradient": values, "sums": sums}
-        image_group_norm_backward(values, values, statistics, NORM, (None, None), config, **options)
-        add_up_sums(NORM, sums, gradients)
-    assert len(launches) in (6, 7, 8)
-    for grid, options in launches:
-        assert 0 < grid[0] < 2**31 and all(0 < size <= 65535 for size in grid[1:])
-        if "INDEX" in options:
-            assert options["INDEX"] == (tl.int64 if max(shape) >= 2**30 else tl.int32)
-
-
-@pytest.mark.parametrize("channels, pixels", [(65536, 1), (16384, 1), (1, 2**20), (512, 7), (3, 100000)])
-def test_tiles_hold_as_many_values_of_every_shape(channels, pixels):
-    config = ImageNormConfig.fit(torch.empty(2, channels, pixels, device="meta"))
-    assert 2048 <= config.block_c * config.block_s <= 4096
