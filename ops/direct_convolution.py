@@ -87,19 +87,12 @@ def _hopper_kernels():
     return convolution_hopper, weight_gradient_hopper
 
 
-def _reversed_taps(weight: torch.Tensor) -> torch.Tensor:
-    return weight.flip(2, 3).permute(2, 3, 1, 0).contiguous()
-
-
-def _taps(weight: torch.Tensor) -> torch.Tensor:
-    return weight.permute(2, 3, 0, 1).contiguous()
-
-
-def _as_weight(sums, weight, input_shape, gradient_shape, kernel_size, config) -> torch.Tensor:
-    """The weight's gradient, from the sums over all launches."""
-    by_taps = _hopper_kernels()[1].by_taps(sums, input_shape, gradient_shape, kernel_size=kernel_size, config=config)
-    result = torch.empty_like(weight, memory_format=memory_format(weight))
-    return result.copy_(by_taps.permute(3, 2, 0, 1).flip(2, 3))
+def _taps(weight: torch.Tensor, *, forward: bool) -> torch.Tensor:
+    """The weight [I, O, KH, KW] as the kernels take it: [KH, KW, O, I] with its taps reversed, or [KH, KW, I, O]."""
+    order = (2, 3, 1, 0) if forward else (2, 3, 0, 1)
+    taps = torch.empty([weight.shape[axis] for axis in order], dtype=weight.dtype, device=weight.device)
+    _copy(weight, taps.permute([order.index(axis) for axis in range(4)]), _rounding(weight), backwards=forward)
+    return taps
 
 
 def forward_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneConvolution:
@@ -125,9 +118,9 @@ def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor, dtype: torc
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity) -> None:
+def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity, *, backwards: bool = False) -> None:
     images = as_volume(source), as_volume(target)
-    copy_image(*images, ImageNormConfig.fit(*images), transform)
+    copy_image(*images, ImageNormConfig.fit(*images), transform, backwards=backwards)
 
 
 def in_channels_last(image: torch.Tensor, transform=identity) -> torch.Tensor:
@@ -165,7 +158,7 @@ def forward(
     B, channels = input.shape[0], weight.shape[1]
     height, width = geometry.output_size(*input.shape[2:])
     z = _empty_channels_last((B, channels, height, width), input)
-    taps, problem, transform = do(_reversed_taps, weight), forward_convolution(geometry), _rounding(input)
+    taps, problem, transform = _taps(weight, forward=True), forward_convolution(geometry), _rounding(input)
     as_it_lies = transform is identity and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
     kernels: Any = _hopper_kernels()[0] if runs_hopper_convolutions(input.device) else None
@@ -202,7 +195,7 @@ def backward(
     """
     convolutions, weight_gradients = _hopper_kernels()
     config = weight_gradients.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
-    problem, taps = _input_gradient_convolution(geometry), do(_taps, weight)
+    problem, taps = _input_gradient_convolution(geometry), _taps(weight, forward=False)
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
     scratch = _empty_channels_last((spans[0].stop, *z.shape[1:]), z)
@@ -241,7 +234,10 @@ def backward(
     if not wanted[1]:
         return input_gradient, None
     shapes = (each.shape for each in by_pixels)
-    return input_gradient, do(_as_weight, column_sums(sums), weight, *shapes, geometry.kernel_size, config)
+    of_taps = do(weight_gradients.by_taps, column_sums(sums), *shapes, kernel_size=geometry.kernel_size, config=config)
+    weight_gradient = torch.empty_like(weight, memory_format=memory_format(weight))
+    _copy(of_taps.permute(3, 2, 0, 1), weight_gradient, backwards=True)
+    return input_gradient, weight_gradient
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:

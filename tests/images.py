@@ -31,3 +31,9 @@ def arguments_of(problem=PROBLEM, dtype=torch.float32, *, geometry=None, **optio
 def in_format(arguments, format):
     """The same arguments with the input in this memory format."""
     return {**arguments, "input": arguments["input"].contiguous(memory_format=format)}
+
+
+def round_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
+    """``nearest_tf32`` of a small float32 tensor of any shape, in PyTorch."""
+    rounded = torch.bitwise_and(tensor.view(torch.int32) + 0x1000, -0x2000).view(torch.float32)
+    return torch.where(tensor.isfinite(), rounded, tensor + tensor)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from tests import gpu
 from tests.chains import DTYPES, Problem, chain_id
 from tests.gpu import DEVICE, FORMATS, by_format, on_hopper
+from tests.images import round_to_tf32
 from triton_kernels import column_sums, convolution, convolution_hopper, weight_gradient_hopper
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics
-from triton_kernels.pointwise import round_to_tf32
 from triton_kernels.weight_gradient_hopper import WeightGradientConfig
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]

@@ -51,7 +51,6 @@ from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import call, launch, wait_for_launch_before
-from triton_kernels.pointwise import round_to_tf32
 from triton_kernels.slot_statistics import (
     by_slot,
     merged_statistics,
@@ -342,11 +341,10 @@ def _packed(weight: torch.Tensor, step: int) -> torch.Tensor:
     ``step``."""
     height, width, out_channels, in_channels = weight.shape
     padded = blocks_of(out_channels, CHANNELS) * CHANNELS, blocks_of(in_channels, step) * step
-    values = round_to_tf32(weight) if weight.dtype == torch.float32 else weight
-    if padded == (out_channels, in_channels) and values.is_contiguous() and values.data_ptr() % 16 == 0:
-        return values.view(-1, in_channels)
+    if padded == (out_channels, in_channels) and weight.is_contiguous() and weight.data_ptr() % 16 == 0:
+        return weight.view(-1, in_channels)
     packed = weight.new_zeros(height, width, *padded)
-    packed[:, :, :out_channels, :in_channels] = values
+    packed[:, :, :out_channels, :in_channels] = weight
     return packed.view(-1, padded[1])
 
 
@@ -377,9 +375,8 @@ def convolution_hopper(
     """Write the convolution to ``output`` [N, O, OH, OW] and, if given, the statistics for a norm to ``partials``.
 
     ``input`` [N, C, H, W] and ``output`` must be as ``supports`` says. ``weight`` is [KH, KW, O, C] in the input's
-    dtype. A float32 input must hold TF32 numbers; the weight is rounded to TF32 here. ``partials`` are
-    ``partial_count`` per sample, of what the norm of ``chain`` takes; with ``operands``, the first of which is
-    ``bias``, its further biases are added too.
+    dtype. In float32 both must hold TF32 numbers. ``partials`` are ``partial_count`` per sample, of what the norm of
+    ``chain`` takes; with ``operands``, the first of which is ``bias``, its further biases are added too.
     """
     if chain is not None:
         check_statistics(chain, operands)

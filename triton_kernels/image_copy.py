@@ -40,6 +40,7 @@ def copy_kernel(
     pixels,  # of a sample, in units of PIXEL_UNIT
     tiles,
     TRANSFORM: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -47,9 +48,12 @@ def copy_kernel(
 ):
     """target = TRANSFORM(source) and rest = source - target; one tile per program."""
     wait_for_launch_before()
+    pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
-    inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
+    inside = is_inside(real, place[2], pixels, BLOCK_S)
     values = load_tile(source, place, inside)
+    if BACKWARDS:
+        place = (place[0], place[1], place[2] + 1 - pixels)
     copied = TRANSFORM(values, None).to(target[0].dtype.element_ty)
     store_tile(target, place, inside, copied)
     if rest is not None:
@@ -63,8 +67,11 @@ def copy_image(
     transform: triton.runtime.JITFunction = identity,
     *,
     rest: torch.Tensor | None = None,
+    backwards: bool = False,
 ) -> None:
     """target = transform(source), both [B, C, S] with any strides, converted to the target's dtype.
+
+    ``backwards``: the target's first pixel is the source's last one.
 
     ``transform`` is a function as ``triton_kernels.pointwise`` describes them. It takes values of the source's dtype.
     ``rest`` has the target's strides and becomes source - target for a float32 source.
@@ -75,9 +82,10 @@ def copy_image(
         config.tiles(source.shape[2]),
         config,
         as_image(source),
-        as_image(target),
-        None if rest is None else as_image(rest),
+        as_image(target, backwards=backwards),
+        None if rest is None else as_image(rest, backwards=backwards),
         TRANSFORM=transform,
+        BACKWARDS=backwards,
     )
 
 

@@ -120,9 +120,14 @@ def strides_in_units(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
     return tuple(stride // unit for stride, unit in zip(strides, units, strict=True)), units
 
 
-def as_image(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor [B, C, S] for kernels: with its strides, and the units of these as constants."""
+def as_image(tensor: torch.Tensor, *, backwards: bool = False) -> tuple[Any, ...]:
+    """A tensor [B, C, S] for kernels: with its strides, and the units of these as constants.
+
+    ``backwards``: pixel -s is the tensor's pixel s.
+    """
     strides, units = strides_in_units(tensor.stride())
+    if backwards:
+        strides = (*strides[:2], -strides[2])
     return tensor, strides, tuple(map(tl.constexpr, units))
 
 

@@ -90,12 +90,6 @@ def nearest_tf32(value, operand):
     return tl.where(value == value, rounded, value + value)
 
 
-def round_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """``nearest_tf32`` of a small float32 tensor of any shape, in PyTorch."""
-    rounded = torch.bitwise_and(tensor.view(torch.int32) + 0x1000, -0x2000).view(torch.float32)
-    return torch.where(tensor.isfinite(), rounded, tensor + tensor)
-
-
 @triton.jit
 def add(value, operand):
     return value + operand

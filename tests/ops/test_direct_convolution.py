@@ -16,11 +16,11 @@ from ops.calls import Call
 from ops.convolution import ConvTranspose2dGeometry
 from tests.accuracy import check_not_finite, draw_grad_output, run
 from tests.chains import L19, Problem, doubled, make_arguments
+from tests.images import round_to_tf32
 from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.launch import call
-from triton_kernels.pointwise import round_to_tf32
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
@@ -50,8 +50,8 @@ def _convolve(input, weight, bias, problem, output, counts, means, m2s):
     if input.is_meta:
         return
     if input.dtype == torch.float32:
-        assert not (input.view(torch.int32) & 0x1FFF)[input.isfinite()].any(), "TF32's numbers"
-        weight = round_to_tf32(weight)
+        for each in (input, weight):
+            assert not (each.view(torch.int32) & 0x1FFF)[each.isfinite()].any(), "TF32's numbers"
     values = multiplied(input, weight, problem, output.shape[2:])
     output.copy_(values if bias is None else values + bias.double()[:, None, None])
     if counts is not None:
@@ -130,6 +130,22 @@ def takes(input, channels=64, allowed=True, **geometry):
     geometry = dataclasses.replace(GEOMETRY, **geometry)
     weight = torch.empty(input.shape[1], channels, *geometry.kernel_size)
     return direct_convolution.takes(input, weight, geometry, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kernel", [(3, 2), (1, 1), (2, 5)], ids=str)
+@pytest.mark.parametrize("way", ["contiguous", "channels_last", "swapped"])
+def test_taps(way, kernel, dtype):
+    """Of a weight that lies in memory in any way; reversed for the forward pass, and TF32's numbers in float32."""
+    weight = torch.randn(5, 12, *kernel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if way == "channels_last":
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    elif way == "swapped":
+        weight = weight.transpose(2, 3)
+    rounded = round_to_tf32(weight.contiguous()) if dtype == torch.float32 else weight
+    forward, backward = (direct_convolution._taps(weight, forward=each) for each in (True, False))
+    assert torch.equal(forward, rounded.flip(2, 3).permute(2, 3, 1, 0)) and forward.is_contiguous()
+    assert torch.equal(backward, rounded.permute(2, 3, 0, 1)) and backward.is_contiguous()
 
 
 @by_format

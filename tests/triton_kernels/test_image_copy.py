@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+from tests.images import round_to_tf32
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import nearest_tf32, round_to_tf32
+from triton_kernels.pointwise import nearest_tf32
 
 CONFIGS = [ImageNormConfig(1, 16), ImageNormConfig(16, 8), ImageNormConfig(64, 64)]
 #: Samples, channels, pixels: of no block a multiple, of all of them, single ones.
@@ -73,6 +74,17 @@ def test_values_are_kept_bit_by_bit():
     kept = ~values.isnan()
     assert torch.equal(target.isnan(), values.isnan())
     assert torch.equal(target.contiguous().view(torch.int16)[kept], values.view(torch.int16)[kept])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_backwards(format, config):
+    values = whole_numbers((2, 5, 17), torch.float32)
+    memory, target = empty(values.shape, torch.float32, format)
+    copy_image(values, target, config, backwards=True)
+    assert torch.equal(target, values.flip(2))
+    target.fill_(1000.0)
+    assert (memory == 1000.0).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
@@ -149,6 +161,17 @@ def test_products_of_what_is_not_finite(value):
     )
     products = high * other_high + high * other_low + low * other_high
     assert torch.allclose(products, (values * others)[None, None], equal_nan=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_from_the_last_pixel(format, config):
+    values = whole_numbers((2, 5, 17), torch.float32)
+    memory, target = empty(values.shape, torch.float32, format)
+    copy_image(values, target, config, backwards=True)
+    assert torch.equal(target, values.flip(2))
+    target.fill_(1000.0)
+    assert (memory == 1000.0).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.images import round_to_tf32
 from triton_kernels.chain import Chain
 from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
@@ -16,7 +17,6 @@ from triton_kernels.pointwise import (
     HARDTANH,
     identity,
     nearest_tf32,
-    round_to_tf32,
 )
 
 #: A strip of the backward pass is a tile, several, or more than there are.

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.images import round_to_tf32
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.pointwise import nearest_tf32, round_to_tf32
+from triton_kernels.pointwise import nearest_tf32
 
 #: Below, at and above a tie, with the last kept bit (0x2000) clear and set, and what carries to the exponent.
 MANTISSAS = [0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x2FFF, 0x3000, 0x3001, 0x7FEFFF, 0x7FF000, 0x7FFFFF]
