@@ -88,6 +88,13 @@ def backward_plan(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], 
     return plan
 
 
+def _below_autograd(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
+    """The operator ``forward`` where it goes from autograd, not as another call of it."""
+    with torch._C._AutoDispatchBelowAutograd():
+        operator = torch.ops.normfuse.forward.default
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, text, tensors, training)
+
+
 def _run_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     with precision.without_autocast(tensors[0].device):
         return forward_plan(text, tensors, training).run(tensors)
@@ -191,12 +198,15 @@ def _refusal(name: str, what: str) -> str:
 class Prepared:
     """A call for tensors that lie in memory in one way: its plan, and those of its backward pass.
 
-    Without a plan, both passes are the operators.
+    Without a plan, both passes are the operators, the first as ``_below_autograd`` takes it.
     """
 
-    def __init__(self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None):
+    def __init__(
+        self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None, keyset: Any = None
+    ):
         self.call = call
         self.plan = plan
+        self._keyset = keyset
         self.training = any(wanted)
         self.places = [place for place, each in enumerate(tensors) if each is not None]
         self.read = [place for place in plans.places_read(call, tensors, wanted) if tensors[place] is not None]
@@ -212,8 +222,7 @@ class Prepared:
         given = [tensors[place] for place in self.places]
         if self.plan:
             return self.plan.run(given)
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.normfuse.forward.default(self.call.text, given, self.training)
+        return _below_autograd(self._keyset, self.call.text, given, self.training)
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
@@ -253,17 +262,26 @@ def _refuse_second_derivative(name: str) -> None:
 
 
 class Function(torch.autograd.Function):
-    """A prepared call with gradients. There is a first derivative alone."""
+    """A prepared call with gradients. There is a first derivative alone.
+
+    As a plan it returns the result alone, else all that the operator does, as graphs are recorded with that.
+    """
 
     @staticmethod
     def forward(ctx, prepared: Prepared, *tensors):
         result, *kept = prepared.forward(tensors)
         ctx.prepared = prepared
         ctx.save_for_backward(*[tensors[place] for place in prepared.read], *kept)
-        return result
+        ctx.set_materialize_grads(False)  # what is kept has none
+        if prepared.plan:
+            return result
+        ctx.mark_non_differentiable(*kept)
+        return result, *kept
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, *_):
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         prepared = ctx.prepared
         if not prepared.training:
             raise RuntimeError(
@@ -278,17 +296,20 @@ class Function(torch.autograd.Function):
 
 
 def _differentiable(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
-    """The operator ``forward`` where autograd may see it; it returns the result alone where autograd does."""
+    """The operator ``forward`` where autograd may see it."""
+    # A tangent would be lost: what lies below autograd does not see it.
+    if torch.autograd.forward_ad._current_level >= 0:
+        if any(torch.autograd.forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+            raise RuntimeError(_refusal(parse(text).name, _FORWARD_MODE))
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         call = parse(text)
         spread = _spread(call, tensors)
         wanted = [training and each is not None and each.requires_grad for each in spread]
-        return [Function.apply(Prepared(call, spread, wanted), *spread)]
+        return list(Function.apply(Prepared(call, spread, wanted, keyset=keyset), *spread))
     # The dispatcher would take a microsecond for each tensor to find out that nothing else sees the call.
     if keyset in _PLAIN_KEYS:
         return _run_forward(text, tensors, training)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.normfuse.forward.default(text, tensors, training)
+    return _below_autograd(keyset, text, tensors, training)
 
 
 _library = torch.library.Library("normfuse", "FRAGMENT")
@@ -301,7 +322,5 @@ def run(call: Call, tensors: Sequence[Any]) -> Tensor:
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
-        if any(torch.autograd.forward_ad.unpack_dual(each).tangent is not None for each in _given(tensors)):
-            raise RuntimeError(_refusal(call.name, _FORWARD_MODE))
     training = torch.is_grad_enabled() and any(each.requires_grad for each in _given(tensors))
     return torch.ops.normfuse.forward.default(call.text, _given(tensors), training)[0]

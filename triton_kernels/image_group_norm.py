@@ -322,14 +322,16 @@ def image_group_norm_backward(
     block_c, block_t = merged_blocks(group_size, strips)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
     images = as_image(output_gradient), as_image(input), image_operands(chain, operands)
-    loads_images = any(step.operand == "tensor" for step in chain.steps)
+    # The next two tiles are on their way to shared memory; in float32 one, for its registers. Operands that are images
+    # would not fit there too, and 64-bit indices take the registers.
+    stages = 2 if input.dtype == torch.float32 else 3
+    if S >= 2**30 or any(step.operand == "tensor" for step in chain.steps):
+        stages = 1
     options = {  # of both passes over the images
         "CHAIN": chain,
         "GROUP_SIZE": group_size,
         "STRIP": config.strip,
-        # The next two tiles are on their way to shared memory. Operands that are images would not fit there too, and
-        # 64-bit indices take the registers.
-        "STAGES": 1 if loads_images or S >= 2**30 else min(3, config.strip, config.tiles(S)),
+        "STAGES": min(stages, config.strip, config.tiles(S)),
     }
     launch_tiles(
         last_sums_kernel,

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.accuracy import draw_grad_output, run
@@ -150,6 +151,58 @@ def test_observed_step_makes_no_other_tensor(name):
         torch.autograd.grad(chain.function(**{**arguments, **leaves}), list(leaves.values()), grad_output)
     assert noted.arguments.keys() == {FORWARD, BACKWARD}
     assert noted.others <= {torch.ops.aten.detach}
+
+
+@by_call
+def test_recorded_graph(name):
+    """It returns as much whether autograd sees it or not, so a graph that was recorded runs with leaves and without."""
+    text, tensors, _ = calls(name)[FORWARD]
+    leaves = as_leaves(tensors)
+    with torch.no_grad():
+        expected = FORWARD(text, tensors, True)
+    for given in (tensors, leaves):
+        recorded = make_fx(lambda *each: FORWARD(text, list(each), True))(*given)
+        for again in (tensors, leaves):
+            for result, each in zip(recorded(*again), expected, strict=True):
+                assert torch.equal(result, each)
+    result, *kept = FORWARD(text, leaves, True)
+    assert result.requires_grad and not any(each.requires_grad for each in kept)
+
+
+@by_call
+def test_profiler_counts_a_call_once(name):
+    text, tensors, _ = calls(name)[FORWARD]
+    for given in (tensors, as_leaves(tensors)):
+        with torch.autograd.profiler.profile() as profile:
+            FORWARD(text, given, True)
+        assert [each.count for each in profile.key_averages() if each.key == "normfuse::forward"] == [1]
+
+
+@by_call
+def test_tangent_is_refused(name):
+    text, tensors, training = calls(name, wanted=())[FORWARD]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        with pytest.raises(RuntimeError, match="does not support forward-mode differentiation"):
+            FORWARD(text, [dual, *tensors[1:]], training)
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@by_call
+def test_undefined_gradient_is_handed_on(name):
+    chain, arguments = arguments_of(name)
+    leaves = {each: tensor.detach().requires_grad_() for each, tensor in tensors_of(arguments).items()}
+    output = WithoutGradient.apply(chain.function(**{**arguments, **leaves}))
+    assert torch.autograd.grad(output.sum(), list(leaves.values()), allow_unused=True) == (None,) * len(leaves)
 
 
 @by_call
