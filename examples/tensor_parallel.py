@@ -30,6 +30,7 @@ def run(rank: int, folder: str) -> None:
         lambda input: DTensor.from_local(input, mesh, [Replicate()]),
     )
     print(f"process {rank} of two: loss {loss.full_tensor():.6f}\n", end="")
+    distributed.barrier()  # neither closes its connections while the other still reads
     distributed.destroy_process_group()
 
 
