@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module, init
 import ops
 
 
-def train(distribute=lambda model: model, as_input=lambda input: input) -> torch.Tensor:
-    """The last of a few steps' losses."""
+def last_loss(distribute=lambda model: model, as_input=lambda input: input) -> torch.Tensor:
     torch.manual_seed(0)
     model = distribute(ops.LinearHardtanhMishGroupNorm(64, 128, bias_shape=(128,), num_groups=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -25,7 +24,7 @@ def train(distribute=lambda model: model, as_input=lambda input: input) -> torch
 def run(rank: int, folder: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    loss = train(
+    loss = last_loss(
         lambda model: distribute_module(model, mesh, ops.tensor_parallel.shard_channels),
         lambda input: DTensor.from_local(input, mesh, [Replicate()]),
     )
@@ -35,6 +34,6 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    print(f"one process: loss {train():.6f}")
+    print(f"one process: loss {last_loss():.6f}")
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run, (folder,), nprocs=2)
