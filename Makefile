@@ -2,6 +2,7 @@
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
+#   SEED         of make exhaustive's random compositions (default: the time)
 #   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 MATRIX_TESTS := tests/triton_kernels/test_linear.py tests/triton_kernels/test_row_minimum.py \
 	tests/triton_kernels/test_group_norm.py tests/triton_kernels/test_image_copy.py tests/triton_kernels/test_interpreter.py
 
-.PHONY: test run-tests matrix newest mutants bench lint docs report clean
+.PHONY: test run-tests exhaustive matrix newest mutants bench lint docs report clean
 
 test: lint docs run-tests
 
@@ -31,6 +32,14 @@ run-tests: $(INSTALLED)
 	else \
 		echo "No GPU: its tests were not run."; \
 	fi
+
+# Every pointwise function beside every other around each norm, in each dtype, and thousands of random compositions. What
+# failed is in the file, and fails again with its SEED.
+exhaustive: SEED := $(or $(SEED),$(shell date +%s))
+exhaustive: $(INSTALLED)
+	@echo "SEED=$(SEED): build/exhaustive-$(SEED).xml"
+	TRITON_INTERPRET=1 $(PARALLEL) --hypothesis-profile=exhaustive --hypothesis-seed=$(SEED) \
+		--junitxml=build/exhaustive-$(SEED).xml tests/ops/test_family_steps.py $(PYTEST_ARGS)
 
 # Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4.
 matrix: $(INSTALLED)

@@ -37,16 +37,17 @@ PASSES = ("forward", "backward")
 class NamedChain:
     """A chain that sweeps, the bench and tests know by a short name.
 
-    ``function`` is its name in ``ops``, ``group_size`` that of the target, and ``numbers`` are the operands of its
-    functions that take numbers, in order.
+    ``function`` is its name in ``ops``, ``group_size`` that of the target, or ``num_groups`` their number at any size,
+    and ``numbers`` are the operands of its functions that take numbers, in order.
     """
 
     chain: Chain
     function: str
-    group_size: int
+    group_size: int = 0
     numbers: tuple[tuple[float, ...], ...] = ()
     size_names: tuple[str, ...] = ("batch", "in_features", "out_features")
     target: tuple[int, ...] = LINEAR_TARGET
+    num_groups: int = 0
 
     @property
     def is_linear(self) -> bool:
@@ -60,11 +61,17 @@ class NamedChain:
     def problems(
         self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], gpu: Gpu | None = None
     ) -> list[Problem]:
-        """What the passes look up: on this GPU, or on one that needs all of it."""
+        """What the passes look up: on this GPU, or on one that needs all of it.
+
+        Raises ValueError where ``num_groups`` do not divide the channels.
+        """
         if not self.is_linear:
             return image_problems(sizes, dtype, passes, self.group_size)
+        group_size, rest = divmod(sizes[2], self.num_groups) if self.num_groups else (self.group_size, 0)
+        if rest:
+            raise ValueError(f"out_features must be a multiple of the {self.num_groups} groups, got {sizes[2]}")
         by_cublas = gpu is not None and self.by_cublas(sizes, dtype, gpu)
-        found = linear_problems(self.chain, sizes, dtype, passes, self.group_size, by_cublas)
+        found = linear_problems(self.chain, sizes, dtype, passes, group_size, by_cublas)
         return [problem for problem in found if not (problem.precision and gpu and gpu.splits_float32)]
 
 
@@ -142,11 +149,3 @@ CHAINS = {
         target=(128, 64, 64, 256, 256, 3),
     ),
 }
-
-
-def kernels_of(name: str) -> set[str]:
-    """The kernels that a chain looks up, or the kernel of this name."""
-    if name not in CHAINS:
-        return {name}
-    chain = CHAINS[name]
-    return {problem.kernel for dtype in DTYPES for problem in chain.problems(chain.target, dtype, PASSES)}

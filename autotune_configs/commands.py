@@ -17,11 +17,12 @@ import torch
 import triton
 
 from autotune_configs import command_line, lookup, reporting, sharing, sweep, tables
-from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain, kernels_of
+from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain
 from autotune_configs.command_line import Parser, called_as, positive
+from autotune_configs.compositions import composition, is_composition, kernels_of
 from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS, Kernel
+from autotune_configs.kernels import KERNELS, Kernel, kernel_of
 from autotune_configs.precompile import Precompiler
 from autotune_configs.problem import Problem
 from triton_kernels.device import INTERPRETED
@@ -29,8 +30,25 @@ from triton_kernels.device import INTERPRETED
 #: Small shapes of the chains for Triton's interpreter, by the number of their sizes.
 _INTERPRETED_SHAPES = {3: (8, 64, 64), 6: (2, 16, 16, 5, 6, 3)}
 _NAMED: dict[str, NamedChain | Kernel] = {**CHAINS, **KERNELS}
-#: A chain or a kernel by its name, a dtype, and sizes.
+#: A chain or a kernel by its name or in words, a dtype, and sizes.
 _Case = tuple[str, str, tuple[int, ...]]
+
+
+def _names(text: str) -> list[str]:
+    """Chains and kernels, separated by commas; not by those between the parentheses of a chain in words."""
+    found = []
+    for item in map(str.strip, re.split(r",(?![^()]*\))", text)):
+        if is_composition(item):
+            try:
+                composition(item)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        found += [item] if is_composition(item) else command_line.names(_NAMED)(item)
+    return list(dict.fromkeys(found))
+
+
+def _named(name: str) -> NamedChain | Kernel:
+    return composition(name) if is_composition(name) else _NAMED[name]
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
@@ -76,10 +94,14 @@ def _flag(text: str) -> dict[str, Any]:
 
 #: What argparse takes for each option.
 _Options = dict[str, dict[str, Any]]
-_NAMES = {"type": command_line.names(_NAMED)}
+_NAMES = {"type": _names}
 _PROBLEMS: _Options = {
     "--names": _NAMES
-    | {"default": ",".join(CHAINS), "help": "chains and kernels; show --list lists them and their sizes"},
+    | {
+        "default": ",".join(CHAINS),
+        "help": "chains and kernels; show --list lists them and their sizes. Also "
+        "a chain in words, as in 'linear -> mish -> group_norm(32) -> silu', or yours as module:variable",
+    },
     "--dtypes": {"type": command_line.names(DTYPES), "default": ",".join(DTYPES), "help": "element types"},
     "--passes": {"type": command_line.names(PASSES), "default": ",".join(PASSES), "help": "of a chain"},
     "--shapes": {"type": _shapes, "help": "sizes, as in 1024x8192x8192 (default: the target shape of each chain)"},
@@ -141,19 +163,19 @@ def _parser() -> Parser:
 
 def _cases(options: argparse.Namespace) -> list[_Case]:
     """The cases in the order of the shapes. A shape goes with each name that has as many sizes."""
-    targets = [CHAINS[name].target for name in options.names if name in CHAINS]
+    targets = [named.target for named in map(_named, options.names) if isinstance(named, NamedChain)]
     shapes = options.shapes or [_INTERPRETED_SHAPES[len(target)] if INTERPRETED else target for target in targets]
     if getattr(options, "grid", False):
         shapes = [*shapes, *GRID]
     for name in options.names:
-        size_names = _NAMED[name].size_names
+        size_names = _named(name).size_names
         if not any(len(shape) == len(size_names) for shape in shapes):
             options.parser.error(f"argument --shapes: {name} takes {' x '.join(size_names)}")
     cases = (
         (name, dtype, shape)
         for shape in shapes
         for name in options.names
-        if len(_NAMED[name].size_names) == len(shape)
+        if len(_named(name).size_names) == len(shape)
         for dtype in options.dtypes
     )
     return list(dict.fromkeys(cases))
@@ -161,10 +183,13 @@ def _cases(options: argparse.Namespace) -> list[_Case]:
 
 def _problems(cases: list[_Case], options: argparse.Namespace, gpu: Gpu) -> list[Problem]:
     """The problems of the cases, each once, in the same order: of a chain, those that it looks up on this GPU."""
-    found = (_NAMED[name].problems(sizes, dtype, tuple(options.passes), gpu) for name, dtype, sizes in cases)
-    problems = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    found = (_named(name).problems(sizes, dtype, tuple(options.passes), gpu) for name, dtype, sizes in cases)
+    try:
+        problems = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    except ValueError as error:
+        options.parser.error(f"argument --shapes: {error}")
     for problem in problems:
-        if not KERNELS[problem.kernel].takes(problem):
+        if not kernel_of(problem.kernel).takes(problem):
             options.parser.error(f"argument --shapes: {problem} is no problem of the kernel: its groups must be whole")
     if not problems:
         options.parser.error(f"argument --passes: {','.join(options.names)} has none that is looked up")
@@ -261,7 +286,9 @@ def _show(options: argparse.Namespace) -> None:
     notes = [
         f"{name} {dtype} {'x'.join(map(str, sizes))}: cuBLAS computes the product"
         for name, dtype, sizes in cases
-        if "forward" in options.passes and name in CHAINS and CHAINS[name].by_cublas(sizes, dtype, gpu)
+        if "forward" in options.passes
+        and isinstance(named := _named(name), NamedChain)
+        and named.by_cublas(sizes, dtype, gpu)
     ]
     if gpu.lacks_hopper_convolutions and any(problem.kernel == "convolution" for problem, _ in found):
         notes.append(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from autotune_configs.gpus import Gpu
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
 from triton_kernels.linear import LinearConfig
 
 #: The widest group that a tile of the product can hold. A second kernel normalises wider ones.
@@ -88,15 +89,74 @@ def _stages(block_m: int, block_n: int, element_size: int, gpu: Gpu) -> tuple[tu
     return ((4, 2), *usual) if largest else usual
 
 
-def heuristic_group_norm_config(M: int, C: int, group_size: int) -> GroupNormConfig:
-    """Tiles of four rows and 256 columns, unless groups are wider, and about 512 programs in the backward pass.
+def heuristic_group_norm_config(
+    kernel: str, element_size: int, M: int, C: int, group_size: int, gpu: Gpu
+) -> GroupNormConfig:
+    """Two rows of 1024 columns or more, or one of wider groups; of narrow groups four rows of 256. In the backward pass
+    see ``_BACKWARD_TILES``.
 
-    Measured at 1024 x 8192 in bfloat16 on an H200: 38 us for groups of 32 and 37 us for groups of 512, the best of ten.
+    Measured at 4096 and 8192 x 4096 in bfloat16 on an H200, with GELU or SiLU after the norm: 21 and 38 us forward and
+    48 and 86 backward for groups of 4096 (a copy takes 19 and 35), 24 and 45, 45 and 83 for groups of 128.
     """
     block_group = next_power_of_2(group_size)
-    block_columns = max(min(256, next_power_of_2(C)), block_group)
-    block_m = max(1, min(4, 2048 // block_columns))
-    tiles = blocks_of(C // group_size, block_columns // block_group)
-    rows = blocks_of(M, max(1, 512 // tiles))
-    rows_per_program = max(1, blocks_of(rows, block_m)) * block_m
-    return GroupNormConfig(block_m, block_columns, rows_per_program, num_warps=4 if block_columns <= 2048 else 16)
+    if kernel == "group_norm":
+        block_columns = max(min(256 if block_group <= 64 else 1024, next_power_of_2(C)), block_group)
+        block_m = 4 if block_columns <= 256 else 2 if block_columns <= 4096 else 1
+        num_warps = 4 if block_columns <= 2048 else 8
+        return GroupNormConfig(block_m, block_columns, block_m, num_warps)
+    block_m, block_columns, num_warps, programs, stages = next(
+        tile for widest, *tile in _BACKWARD_TILES if block_group <= widest
+    )
+    block_columns = max(min(block_columns, next_power_of_2(C)), block_group)
+    chunks = programs // blocks_of(C // group_size, block_columns // block_group)
+    rows = max(1, blocks_of(M, max(1, min(_MOST_CHUNKS, chunks))))
+    config = GroupNormConfig(block_m, block_columns, blocks_of(rows, block_m) * block_m, num_warps, stages)
+    while config.num_stages > 1 and config.shared_memory(group_size, element_size) > gpu.shared_memory:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+#: The widest group, and for it block_m, block_columns, num_warps, programs and num_stages. With narrow groups most of
+#: the time is the chain's arithmetic, which needs many warps.
+_BACKWARD_TILES = (
+    (64, 4, 256, 4, 512, 1),
+    (256, 1, 1024, 4, 528, 3),
+    (512, 4, 512, 4, 512, 3),
+    (2048, 1, 2048, 4, 264, 3),
+    (4096, 2, 4096, 8, 132, 3),
+    (8192, 1, 8192, 16, 132, 1),
+)
+#: Of the rows. Each has sums of its own, to be added up.
+_MOST_CHUNKS = 132
+
+
+#: Programs that occupy a GPU well enough for each to loop over more tiles.
+_ENOUGH_PROGRAMS = 160
+
+
+def heuristic_image_config(kernel: str, samples: int, channels: int, pixels: int, layout: str) -> ImageNormConfig:
+    """Tiles of 1024 to 4096 values, in strips while there are enough of these.
+
+    The best of some forty settings at each of (2, 320, 64 x 64), (8, 640, 32 x 32), (1, 128, 512 x 512) and
+    (8, 256, 128 x 128), in bfloat16 on an H200.
+    """
+    usual = ImageNormConfig.of_shape(channels, pixels, layout == CONTIGUOUS)
+    if kernel == "image_statistics" and pixels < 16:  # it keeps three values for each of a tile's
+        return replace(usual, block_c=max(1, usual.block_c // 2))
+    if kernel == "image_group_norm_backward" or pixels < 16:
+        return usual
+    if layout not in (CONTIGUOUS, CHANNELS_LAST):  # a tile is transposed
+        return replace(usual, strip=1)
+    most = 16 if kernel == "image_statistics" else 4
+    if layout == CHANNELS_LAST:
+        block_c = min(64, next_power_of_2(channels))
+        block_s = min(2048 // block_c, next_power_of_2(pixels))
+        config = ImageNormConfig(block_c, block_s, num_warps=2 if kernel == "image_statistics" else 4)
+    elif kernel == "image_statistics":
+        config = usual
+    else:
+        block_s = min(1024, next_power_of_2(pixels))
+        config = ImageNormConfig(min(1024 // block_s, next_power_of_2(channels)), block_s, num_warps=2)
+    programs = samples * blocks_of(channels, config.block_c) * config.tiles(pixels)
+    strip = min(most, 1 << max(0, (programs // _ENOUGH_PROGRAMS).bit_length() - 1))
+    return replace(config, strip=strip)

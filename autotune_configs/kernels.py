@@ -9,10 +9,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from autotune_configs.gpus import Gpu
-from autotune_configs.heuristics import WIDEST_TILE, heuristic_group_norm_config, heuristic_linear_config
+from autotune_configs.heuristics import (
+    WIDEST_TILE,
+    heuristic_group_norm_config,
+    heuristic_image_config,
+    heuristic_linear_config,
+)
 from autotune_configs.prediction import product_seconds
 from autotune_configs.problem import ELEMENT_SIZES, Problem
 from triton_kernels import chains
@@ -51,14 +57,13 @@ class Kernel(ABC):
         """Whether another config is."""
 
     @abstractmethod
-    def starts(self, problem: Problem) -> Iterable[Config]:
+    def starts(self, problem: Problem, gpu: Gpu) -> Iterable[Config]:
         """The configs that a sweep starts from, beside the heuristic's."""
 
     @property
     def space(self) -> dict[str, tuple[int, ...]]:
-        """The values of each field to search. Passes that add nothing up over a chunk have no use for its size."""
-        passes = () if self.name.endswith("backward") else ("rows_per_program", "strip")
-        return {name: values for name, values in self.ranges.items() if name not in passes}
+        """The values of each field to search."""
+        return self.ranges
 
     def seconds(self, config: Any, problem: Problem, gpu: Gpu) -> float:
         """A rough prediction of the time. Where there is none, all configs are predicted alike."""
@@ -79,6 +84,18 @@ class Kernel(ABC):
         searched = all(getattr(config, name) in known for name, known in self.space.items())
         is_valid = self.is_valid(config, problem, gpu) if searched else config == heuristic
         return config if is_valid else None
+
+    def fit(self, config: Any, problem: Problem, gpu: Gpu) -> Any:
+        """A config of another kernel or of a rule, with what this kernel needs beside the tile."""
+        return config
+
+    def kins_config(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
+        """``config_of`` with the values of another kernel's entry."""
+        try:
+            config = self.fit(type(self.heuristic(problem, gpu))(**values), problem, gpu)
+        except TypeError:
+            return None
+        return self.config_of(asdict(config), problem, gpu)
 
     def takes(self, problem: Problem) -> bool:
         """Whether the kernel has such problems: sizes, whole groups, dtype, precision and layout."""
@@ -103,7 +120,7 @@ class Kernel(ABC):
 
     def first_candidates(self, problem: Problem, gpu: Gpu) -> list[Config]:
         """The heuristic's config, and the valid ones of those to start from."""
-        valid = (config for config in self.starts(problem) if self.is_valid(config, problem, gpu))
+        valid = (config for config in self.starts(problem, gpu) if self.is_valid(config, problem, gpu))
         return list(dict.fromkeys([self.heuristic(problem, gpu), *valid]))
 
     def neighbours(self, config: Any, problem: Problem, gpu: Gpu) -> list[Config]:
@@ -149,8 +166,8 @@ class LinearKernel(Kernel):
 
     @property
     def _loads_tensors(self) -> bool:
-        """Whether the chain has operands of the product's shape (``Chain.kernel``)."""
-        return "_tensor" in self.name
+        """Whether the chain has operands of the product's shape (``Chain.kernel``), or keeps earlier values."""
+        return "_tensor" in self.name or "_earlier" in self.name
 
     @property
     def space(self):
@@ -162,23 +179,45 @@ class LinearKernel(Kernel):
     def precision(self, dtype):
         return "highest" if dtype == "float32" else None
 
-    def heuristic(self, problem, gpu):
-        """The heuristic's tile, with as many of its stages as fit beside what the epilogue keeps in shared memory.
+    @property
+    def traits(self) -> dict[str, bool]:
+        """What decides, beside the sizes, which tiles are fast (``Chain.kernel``)."""
+        return {"norm": "group_norm" in self.name, "reduction": self._reduces, "tensors": self._loads_tensors}
 
-        Tensors that are loaded need registers beside the tile's. With the tile in two strips, a chain with two of them
-        spills at most 64 bytes (sm_100), in one up to 424 (compiled offline for sm_80 to sm_120, triton 3.6 to 3.9).
-        """
+    def heuristic(self, problem, gpu):
         M, N, K, group_size = problem.sizes
-        config = heuristic_linear_config(problem.element_size, M, N, K, group_size, gpu)
+        return self.fit(heuristic_linear_config(problem.element_size, M, N, K, group_size, gpu), problem, gpu)
+
+    def fit(self, config, problem, gpu):
+        """The config in strips where the epilogue needs registers beside the tile's, with as many of its stages as fit
+        beside what the epilogue keeps in shared memory.
+
+        Tensors that are loaded need registers. With the tile in two strips, a chain with two of them spills at most 64
+        bytes (sm_100), in one up to 424 (compiled offline for sm_80 to sm_120, triton 3.6 to 3.9). So do exponentials
+        and polynomials beside full tiles: two of them spill up to 1.5 KB in one strip and at most 56 bytes in two
+        (sm_90, triton 3.7).
+        """
+        group_size = problem.sizes[3]
         if self._reduces:
             config = replace(config, store_strips=1)
-        if self._loads_tensors and config.block_m >= 16 * config.num_warps:  # warps lie one above the other
+        if self._needs_strips(config):
             in_strips = replace(config, epilogue_strips=2, store_strips=1)
             if in_strips.holds_groups_of(group_size) or not config.holds_groups_of(group_size):
                 config = in_strips
         while config.num_stages > 2 and self._shared_memory(config, problem) > gpu.shared_memory:
             config = replace(config, num_stages=config.num_stages - 1)
         return config
+
+    def _needs_strips(self, config: LinearConfig) -> bool:
+        is_full = config.block_m * config.block_n > _MOST_VALUES_A_THREAD // 2 * 32 * config.num_warps
+        warps_lie_one_above_the_other = config.block_m >= 16 * config.num_warps
+        return warps_lie_one_above_the_other and (self._loads_tensors or (is_full and self._terms > 1))
+
+    @cached_property
+    def _terms(self) -> int:
+        """The exponentials and polynomials of the chain's functions; 0 where this process does not know them."""
+        chain = chains.known(self.name)
+        return sum([step.terms for step in chain.steps]) if chain else 0
 
     def _shared_memory(self, config: LinearConfig, problem: Problem) -> int:
         """Bytes that a launch needs. An epilogue stages its part of the output's rows; a reduction stages a group.
@@ -211,7 +250,7 @@ class LinearKernel(Kernel):
             and (gpu.architecture, element_size, tile) != (100, 4, (64, 256))  # compiled to a trap
         )
 
-    def starts(self, problem):
+    def starts(self, problem, gpu):
         """A tile of each shape. With few rows a kernel mostly loads weights: deep blocks keep many bytes in flight."""
         tallest = max(16, next_power_of_2(problem.sizes[0]))
         for block_m, block_n in itertools.product((64, 128, 256), (32, 64, 128, 256)):
@@ -236,10 +275,18 @@ class GroupNormKernel(Kernel):
         "block_columns": _powers(16, 8192),
         "num_warps": (1, 2, 4, 8, 16),
         "rows_per_program": _powers(1, 4096),
+        "num_stages": (1, 2, 3),
     }
 
+    @property
+    def space(self):
+        """A forward pass has no loop over rows."""
+        loop = () if self.name.endswith("backward") else ("rows_per_program", "num_stages")
+        return {name: values for name, values in self.ranges.items() if name not in loop}
+
     def heuristic(self, problem, gpu):
-        return heuristic_group_norm_config(*problem.sizes)
+        M, N, group_size = problem.sizes
+        return heuristic_group_norm_config(self.name, problem.element_size, M, N, group_size, gpu)
 
     def is_valid(self, config, problem, gpu):
         M, _, group_size = problem.sizes
@@ -249,10 +296,11 @@ class GroupNormKernel(Kernel):
             and config.rows_per_program % config.block_m == 0
             and math.prod(blocks.values()) <= max(64 * 32 * config.num_warps, blocks["BLOCK_GROUP"])
             and config.rows_per_program <= max(config.block_m, next_power_of_2(M))
+            and config.shared_memory(group_size, problem.element_size) <= gpu.shared_memory
         )
 
-    def starts(self, problem):
-        heuristic = heuristic_group_norm_config(*problem.sizes)
+    def starts(self, problem, gpu):
+        heuristic = self.heuristic(problem, gpu)
         rows = next_power_of_2(heuristic.rows_per_program)
         return [replace(heuristic, block_m=block_m, rows_per_program=max(block_m, rows)) for block_m in (1, 4, 16)]
 
@@ -267,8 +315,8 @@ class ImageNormKernel(Kernel):
     }
 
     def heuristic(self, problem, gpu):
-        _, channels, pixels, _ = problem.sizes
-        return ImageNormConfig.of_shape(channels, pixels, problem.layout == CONTIGUOUS)
+        samples, channels, pixels, _ = problem.sizes
+        return heuristic_image_config(self.name, samples, channels, pixels, problem.layout)
 
     def is_valid(self, config, problem, gpu):
         _, channels, pixels, _ = problem.sizes
@@ -278,7 +326,7 @@ class ImageNormKernel(Kernel):
             and config.block_c * config.block_s <= 64 * 32 * config.num_warps
         )
 
-    def starts(self, problem):
+    def starts(self, problem, gpu):
         return [
             ImageNormConfig(max(1, min(values // block_s, problem.sizes[1])), block_s)
             for values, block_s in itertools.product((2048, 4096, 8192), (32, 64, 256, 1024))
@@ -308,7 +356,7 @@ class ConvolutionKernel(Kernel):
             and min(config.block_pixels, config.block_o, config.block_c) >= 16
         )
 
-    def starts(self, problem):
+    def starts(self, problem, gpu):
         fit = ConvolutionConfig.fit(*problem.sizes[1:3])
         return [replace(fit, block_pixels=block_pixels) for block_pixels in (64, 128, 256)]
 

@@ -146,7 +146,8 @@ def _source(problem: Problem, found: Found) -> str:
         return "heuristic"
     if found.entry.problem == problem:
         return "this problem"
-    return "fuller last wave" if found.fills_last_wave else "nearest entry"
+    source = "fuller last wave" if found.fills_last_wave else "nearest entry"
+    return f"{source}, of {found.kin}," if found.kin else source
 
 
 def _table_name(path: str) -> str:

@@ -16,13 +16,14 @@ from autotune_configs.chains import CHAINS
 from autotune_configs.kernels import Config
 from autotune_configs.problem import Problem
 from triton_kernels import chains, group_norm, image_group_norm, reference, row_minimum
-from triton_kernels.chain import Chain, chain_of
+from triton_kernels.built_in import NUMBERS
+from triton_kernels.chain import Chain
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
-from triton_kernels.pointwise import MUL, Pointwise
+from triton_kernels.pointwise import Pointwise
 
 _EPS = 1e-5
 #: How many samples of images are compared with float64. The others must have been written.
@@ -32,6 +33,11 @@ _CHECKED_SAMPLES = 2
 _TOLERANCES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16}
 #: The error allowed for one element, as a multiple of the relative error times the root mean square of all.
 _OUTLIER = 64
+
+
+#: What the vectors and tensors of some functions are around: so a product is no smaller than what it is made of, and no
+#: quotient much larger.
+_AROUND = {"mul": 1.0, "div": 4.0}
 
 
 class Workload(ABC):
@@ -115,9 +121,10 @@ class ChainWorkload(Workload):
 
     def _operand(self, step: Pointwise, numbers: Iterator[tuple[float, ...]]) -> Any:
         if step.operand == "numbers":
-            return next(numbers, (-1.0, 1.0))
-        shapes = {"vector": (self.N,), "tensor": (self.M, self.N)}
-        around = float(step.name == MUL.name)  # so that a product is no smaller than what it is made of
+            defaults = NUMBERS[step.name].values() if step.name in NUMBERS else (-1.0, 1.0)
+            return next(numbers, tuple(0.5 if each is None else each for each in defaults))
+        shapes = {"scalar": (1,), "vector": (self.N,), "sample": (self.M, self.N), "tensor": (self.M, self.N)}
+        around = _AROUND.get(step.name, 0.0)
         return around + 0.5 * self.normal(*shapes[step.operand]) if step.has_tensor else None
 
     def plain(self, z: torch.Tensor, *last: torch.Tensor) -> torch.Tensor:
@@ -344,20 +351,25 @@ _WORKLOADS: dict[str, Callable[[Problem, torch.device], Workload]] = {
 }
 
 
-#: The kernels of the chains that every process knows. A user's own chain is known where the user's program runs.
+#: The kernels of the chains that are declared here.
 _DECLARED = {chain.kernel for chain in vars(chains).values() if isinstance(chain, Chain)}
 
 
 def is_of_every_process(problem: Problem) -> bool:
-    """Whether a worker process, too, can make the problem's workload."""
-    return problem.kernel in _WORKLOADS or problem.kernel in _DECLARED
+    """Whether a worker process, too, can make the problem's workload.
+
+    It knows what is declared, and chains of built-in functions. A user's own functions are known where the user's
+    program runs.
+    """
+    kernel = problem.kernel
+    return kernel in _WORKLOADS or kernel in _DECLARED or chains.built_in(kernel) is not None
 
 
 def workload_of(problem: Problem, device: torch.device) -> Workload:
     """Raises ValueError where this process has made no chain of the kernel's name."""
     if problem.kernel in _WORKLOADS:
         return _WORKLOADS[problem.kernel](problem, device)
-    chain = chain_of(problem.kernel)
+    chain = chains.known(problem.kernel)
     if chain is None:
         raise ValueError(f"no chain of this process has the kernel {problem.kernel}")
     return (RowMinimum if chain.reduction else Linear)(problem, device, chain)

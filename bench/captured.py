@@ -33,7 +33,7 @@ def capture(step: Step) -> Step:
 
 
 def make_call(name: str, cell: Cell, problem: Problem) -> Step:
-    forward = cell.bind("ops")
+    forward = cell.by_ops()
     if name == COMPILED:
         # Inductor would need a C++ compiler where there is no GPU.
         backend = "inductor" if problem.output_gradient.is_cuda else "aot_eager"
@@ -60,7 +60,7 @@ def measure(cell: Cell, rounds: int, device: torch.device) -> CapturedRow:
     calls: dict[str, Step] = {}
     torch._dynamo.reset()
     problem = make_problem(cell, device)
-    with cell.chain.float32_precision(cell.precision):
+    with cell.float32_precision:
         for name in CALLS if on_gpu else (EAGER, COMPILED):
             try:
                 call = make_call(name, cell, problem)

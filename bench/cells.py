@@ -1,154 +1,33 @@
-"""What is measured: cells, each one chain at one dtype, precision, mode, shape and memory format, and their data.
+"""What is measured: cells, each one chain at one dtype, precision, mode, shape and memory format, and their data."""
 
-A shape's sizes are those of ``autotune_configs.chains``, whose first is the batch and whose third the channels.
-"""
-
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
+from bench import compositions
+from bench.chains import CHAINS, Chain
+from bench.compositions import (
+    PRECISIONS,
+    Forward,
+    Sizes,
+    bare_product,
+    contraction_of,
+    draw_tensors,
+    product_shape,
+)
 from bench.schema import Row
-from bench.sizes import SMALL, TARGET, sizes_of
+from bench.sizes import SMALL, sizes_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-PRECISIONS = ("highest", "high", "medium")
 
-#: A chain as a function of its tensors by name. Its other arguments are bound.
-Forward = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 #: One call of a cell's work: returns the output and, in training, the gradient of every tensor.
 Step = Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 #: A call that is timed. Its result is not used.
 Call = Callable[[], Any]
-Sizes = tuple[int, ...]
-
-
-def uniform(bound: float, *size: int) -> torch.Tensor:
-    return (torch.rand(size) * 2 - 1) * bound
-
-
-@contextmanager
-def setting(read: Callable, write: Callable, value: object) -> Iterator[None]:
-    before = read()
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
-
-
-def cudnn_setting(name: str, value: bool) -> AbstractContextManager:
-    return setting(partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name), value)
-
-
-@dataclass(frozen=True)
-class Product:
-    """What a chain begins with."""
-
-    #: The argument name of its bias.
-    bias: str
-    #: The float32 precisions there are for it, and a context in which PyTorch has one of them.
-    precisions: tuple[str, ...]
-    with_precision: Callable[[str], AbstractContextManager]
-    #: Of the input and of the weight, from the sizes.
-    shapes: Callable[..., tuple[Sizes, Sizes]]
-    #: The product alone, by cuBLAS or cuDNN.
-    bare: Forward
-    #: Whether it is measured in several memory formats.
-    has_memory_format: bool = False
-
-
-#: By the name that rows have for it.
-PRODUCTS = {
-    "GEMM": Product(
-        "linear_bias",
-        PRECISIONS,
-        partial(setting, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        shapes=lambda batch, in_features, channels: ((batch, in_features), (channels, in_features)),
-        bare=lambda tensors: tensors["input"] @ tensors["weight"].T,
-    ),
-    # Transposed, at stride 1 without padding. cuDNN uses TF32 or does not.
-    "convolution": Product(
-        "conv_bias",
-        ("highest", "high"),
-        lambda precision: cudnn_setting("allow_tf32", precision == "high"),
-        shapes=lambda batch, in_channels, channels, height, width, kernel: (
-            (batch, in_channels, height, width),
-            (in_channels, channels, kernel, kernel),
-        ),
-        bare=lambda tensors: F.conv_transpose2d(tensors["input"], tensors["weight"], tensors["conv_bias"]),
-        has_memory_format=True,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One chain: its name in ``autotune_configs.chains``, and the numbers that it is measured with."""
-
-    name: str
-    #: The name of what it begins with.
-    product: str
-    scalars: dict[str, float] = field(default_factory=dict)
-    #: Dimensions of the chain's second bias, 0 where it has none. Of 4, they are (1, channels, 1, 1), and the output's
-    #: (1, channels, batch, 1).
-    bias_rank: int = 0
-
-    @property
-    def label(self) -> str:
-        return self.name.upper()
-
-    @property
-    def begins_with(self) -> Product:
-        return PRODUCTS[self.product]
-
-    @property
-    def sample_dimension(self) -> int:
-        """Which dimension of the output is the batch."""
-        return 2 if self.bias_rank == 4 else 0
-
-    @property
-    def declaration(self):
-        from autotune_configs.chains import CHAINS  # imports triton, which not every process may do yet
-
-        return CHAINS[self.name]
-
-    def float32_precision(self, precision: str | None) -> AbstractContextManager:
-        """Within it, PyTorch's setting for the product's float32 precision is this one; None leaves it alone."""
-        return self.begins_with.with_precision(precision) if precision else nullcontext()
-
-    def draw_tensors(self, sizes: Sizes) -> dict[str, torch.Tensor]:
-        """The tensors by argument name, random as a fresh model's, but the norm's weight and bias are not 1 and 0."""
-        input, weight = self.begins_with.shapes(*sizes)
-        bound, channels = 1 / math.sqrt(math.prod(weight[1:])), sizes[2]
-        tensors = {
-            "input": torch.randn(input),
-            "weight": uniform(bound, *weight),
-            self.begins_with.bias: uniform(bound, channels),
-            "norm_weight": 1 + 0.2 * torch.randn(channels),
-            "norm_bias": 0.2 * torch.randn(channels),
-        }
-        if self.bias_rank:
-            tensors["bias"] = torch.randn((1, channels, 1, 1) if self.bias_rank == 4 else channels)
-        return tensors
-
-
-CHAINS = {
-    chain.name: chain
-    for chain in (
-        Chain("l94", "GEMM", {"min_val": -1.0, "max_val": 1.0}, bias_rank=1),
-        Chain("l75", "GEMM", bias_rank=4),
-        Chain("l30", "GEMM", {"min_val": -2.0, "max_val": 2.0}),
-        Chain("l19", "convolution"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -179,47 +58,54 @@ class Cell:
 
     @property
     def num_groups(self) -> int:
-        """Groups of the target's size where that divides, else of the divisor nearest to it by ratio."""
-        channels, of_target = self.sizes[2], self.chain.declaration.group_size
-        divisors = [size for size in range(1, channels + 1) if channels % size == 0]
-        return channels // min(divisors, key=lambda size: abs(math.log(size / of_target)))
+        """Of a layer norm, or without a norm: 1."""
+        return compositions.num_groups(self.chain, self.sizes[2 if self.chain.contraction else 1])
 
-    def bind(self, implementation: str) -> Forward:
-        """The chain as this module has it, ``ops`` or ``ops.reference``. As triton is imported, it reads whether it is
-        to interpret."""
-        function = getattr(import_module(implementation), self.chain.declaration.function)
-        options = self.chain.scalars | {"num_groups": self.num_groups}
+    @property
+    def float32_precision(self) -> AbstractContextManager:
+        """Within it, PyTorch's setting is the cell's."""
+        return compositions.float32_precision(self.chain, self.precision)
 
-        def forward(tensors):
-            return function(**tensors, **options)
+    def by_ops(self) -> Forward:
+        return compositions.by_ops(self.chain, self.num_groups)
 
-        return forward
+    def by_pytorch(self) -> Forward:
+        return compositions.by_pytorch(self.chain, self.num_groups)
 
 
 def make_cells(
-    chains: Iterable[str],
+    chains: Sequence[str],
     dtypes: Iterable[str],
     modes: Iterable[str],
     shapes: Mapping[str, Iterable[str]],
     precisions: Iterable[str] = PRECISIONS[:1],
-    memory_formats: Iterable[str] = ("contiguous",),
+    memory_formats: Sequence[str] | None = ("contiguous",),
 ) -> list[Cell]:
-    """All combinations that there are. ``shapes`` by what a chain begins with, ``precisions`` for float32."""
+    """All combinations that there are. ``shapes`` by chain, ``precisions`` for float32, ``memory_formats`` for images,
+    None for those of each chain."""
     return [
         Cell(chain, dtype, precision, mode, shape, memory_format)
-        for product in shapes
-        for shape in shapes[product]
+        for shape in dict.fromkeys(shape for name in chains for shape in shapes[name])
         for dtype in dtypes
         for precision in (precisions if dtype == "float32" else [None])
-        for chain in (CHAINS[name] for name in chains)
-        if chain.product == product and (precision is None or precision in chain.begins_with.precisions)
+        for chain in (CHAINS[name] for name in chains if shape in shapes[name])
+        if precision is None or precision in contraction_of(chain).precisions
         for mode in modes
-        for memory_format in (memory_formats if chain.begins_with.has_memory_format else [None])
+        for memory_format in _formats(chain, shape, memory_formats)
     ]
 
 
+def _formats(chain: Chain, shape: str, wanted: Sequence[str] | None) -> Sequence[str | None]:
+    """Those of them in which there is such a shape. Images of other than two dimensions are contiguous."""
+    if not chain.memory_formats:
+        return [None]
+    images, *_ = contraction_of(chain).shapes(*sizes_of(shape))
+    wanted = wanted or chain.memory_formats
+    return wanted if len(images) == 4 else [each for each in wanted if each == "contiguous"]
+
+
 def default_shapes(on_gpu: bool) -> dict[str, list[str]]:
-    return {product: [shape] for product, shape in (TARGET if on_gpu else SMALL).items()}
+    return {name: list(chain.sizes) if on_gpu else [SMALL[chain.product]] for name, chain in CHAINS.items()}
 
 
 @dataclass(frozen=True)
@@ -241,15 +127,11 @@ def make_problem(cell: Cell, device: torch.device) -> Problem:
 
     torch.manual_seed(0)
     with device:
-        tensors = {name: as_in_cell(tensor) for name, tensor in cell.chain.draw_tensors(cell.sizes).items()}
-        shape = _product_shape(cell, tensors)
+        tensors = {name: as_in_cell(tensor) for name, tensor in draw_tensors(cell.chain, cell.sizes).items()}
+        shape = product_shape(cell.chain, tensors)
         if cell.chain.sample_dimension == 2:
             shape = torch.Size((1, shape[1], shape[0], 1))
         return Problem(tensors, as_in_cell(torch.randn(shape)))
-
-
-def _product_shape(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> torch.Size:
-    return cell.chain.begins_with.bare({name: tensor.to("meta") for name, tensor in tensors.items()}).shape
 
 
 def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], output_gradient: torch.Tensor) -> Step:
@@ -279,10 +161,10 @@ def make_step(mode: str, forward: Forward, tensors: Mapping[str, torch.Tensor], 
 def make_bare_step(cell: Cell, problem: Problem) -> Step:
     """The bare product as a step: for training with the input's and the weight's gradient, two more products.
 
-    The values of the gradient do not matter. The shape is the product's, which need not be the chain's output's.
+    For a chain that begins with its norm it is one copy, also in training: a copy's gradient is no work. The values of
+    the gradient do not matter. The shape is the product's, which need not be the chain's output's.
     """
-    gradient = problem.output_gradient.reshape(_product_shape(cell, problem.tensors))
-    leaves = {name: problem.tensors[name] for name in ("input", "weight")}
-    return make_step(
-        cell.mode, lambda leaves: cell.chain.begins_with.bare({**problem.tensors, **leaves}), leaves, gradient
-    )
+    gradient = problem.output_gradient.reshape(product_shape(cell.chain, problem.tensors))
+    leaves = {name: tensor for name, tensor in problem.tensors.items() if name in ("input", "weight")}
+    bare = bare_product(cell.chain)
+    return make_step(cell.mode, lambda leaves: bare({**problem.tensors, **leaves}), leaves, gradient)

@@ -1,6 +1,5 @@
 """Whether a result is right: its error against float64, compared with the error of PyTorch's own result."""
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bench.cells import Cell, Forward, Problem, cudnn_setting, make_step
+from bench.cells import Cell, Problem, make_step
+from bench.chains import NORMS, ROW_MINIMUM, Part
+from bench.compositions import OF_SAMPLES, Forward, cudnn_setting, jumps, plain_of, plain_product
 from bench.schema import Errors, TimesRow
 
 #: Our error may be this many times PyTorch's ...
@@ -64,7 +65,8 @@ def worst_of(errors: Mapping[str, Any]) -> Comparison:
 def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> TimesRow:
     """Compare ``ours`` and ``reference`` at the cell's dtype with ``reference`` in float64: a row without times.
 
-    The gradient jumps at hardtanh's bounds and where another element becomes a row's minimum. Near a jump, rounding
+    The gradient jumps where that of a step does (at hardtanh's bounds), and where another element becomes a row's
+    minimum. Near a jump, rounding
     decides on which side an element lands, and one such flip outweighs every other error. So the gradient at the output
     is zero wherever it would reach an element near a jump. What is compared is the derivative away from the jumps.
 
@@ -85,7 +87,7 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ti
         if compared[0][name].shape != right.shape:
             raise ValueError(f"{name} has shape {tuple(compared[0][name].shape)} where {tuple(right.shape)} is right")
 
-    over_samples = {"output": cell.chain.sample_dimension, "d_input": 0}
+    over_samples = {"output": cell.chain.sample_dimension, **{f"d_{name}": 0 for name in OF_SAMPLES}}
     squares = {name: [[0.0, 0.0], [0.0, 0.0]] for name in compared[1]}  # of difference and size, ours and PyTorch's
 
     def add(name: str, exact: torch.Tensor, samples: slice = slice(None)) -> None:
@@ -99,7 +101,8 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ti
     for start in range(0, batch, samples_at_once):
         samples = slice(start, start + samples_at_once)
         tensors = {
-            name: (tensor[samples] if name == "input" else tensor).double() for name, tensor in problem.tensors.items()
+            name: (tensor[samples] if name in OF_SAMPLES else tensor).double()
+            for name, tensor in problem.tensors.items()
         }
         # Convolutions then run in PyTorch's own code, as matrix products in float64, independent of what they judge.
         with cudnn_setting("enabled", False):
@@ -127,28 +130,34 @@ def _along(dimension: int, samples: slice, tensor: torch.Tensor) -> torch.Tensor
 
 def _stop_at_jumps(cell: Cell, problem: Problem) -> tuple[torch.Tensor, float]:
     """The output's gradient with zeros where it would reach a jump, and the share of elements that is left."""
-    if cell.chain.label == "L19":
+    if not any(part.name == ROW_MINIMUM or _jumps(part) for part in cell.chain.parts):
         return problem.output_gradient, 1.0
     mask = _away_from_jumps(cell, {name: tensor.double() for name, tensor in problem.tensors.items()})
     return problem.output_gradient * mask, mask.double().mean().item()
 
 
+def _jumps(part: Part) -> tuple[float, ...]:
+    return () if part.name in (*NORMS, ROW_MINIMUM) else jumps(part)
+
+
 def _away_from_jumps(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A mask, broadcast to the output's gradient, of where that reaches no element near a jump."""
+    """A mask, broadcast to the output's gradient, of where that reaches no element near a jump.
+
+    Near is relative to the jump's place, and for one at 0 to the values' size.
+    """
     margin = _MARGINS[cell.dtype, cell.precision]
-    values = F.linear(tensors["input"], tensors["weight"], tensors["linear_bias"])
-    if cell.chain.label == "L94":
-        values = values + tensors["bias"]
-    else:
-        values = F.group_norm(values, cell.num_groups, tensors["norm_weight"], tensors["norm_bias"])
-    if cell.chain.label == "L75":  # rows, dimension 2 of the output, whose second smallest element is well above
-        values = F.pad(values, (0, 1), value=torch.inf)  # a single channel has a clear minimum too
-        smallest, second = values.topk(2, dim=1, largest=False).values.unbind(1)
-        return (second - smallest > margin * smallest.abs()).view(1, 1, -1, 1)
-    distances = ((values - bound).abs() > margin * abs(bound) for bound in cell.chain.scalars.values())
-    clear = functools.reduce(torch.logical_and, distances)
-    if cell.chain.label == "L30":
-        return clear
-    # Whole groups, because the norm after the hardtanh spreads an element's gradient over its group.
-    groups = clear.unflatten(1, (cell.num_groups, -1))
-    return groups.all(dim=2, keepdim=True).expand_as(groups).flatten(1)
+    values = plain_product(cell.chain)(tensors)
+    clear = torch.ones_like(values, dtype=torch.bool)
+    for part in cell.chain.parts:
+        if part.name == ROW_MINIMUM:  # rows, dimension 2 of the output, whose second smallest element is well above
+            values = F.pad(values, (0, 1), value=torch.inf)  # a single channel has a clear minimum too
+            smallest, second = values.topk(2, dim=1, largest=False).values.unbind(1)
+            return (second - smallest > margin * smallest.abs()).view(1, 1, -1, 1)
+        if part.name in NORMS:  # whole groups, because the norm spreads an element's gradient over its group
+            groups = clear.reshape(len(clear), cell.num_groups, -1)
+            clear = groups.all(dim=2, keepdim=True).expand_as(groups).reshape(clear.shape)
+        for place in _jumps(part):
+            size = abs(place) or values.square().mean().sqrt()
+            clear = clear & ((values - place).abs() > margin * size)
+        values = plain_of(part, cell.num_groups)(values, tensors)
+    return clear

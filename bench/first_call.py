@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from bench.cells import CHAINS, Cell, Step, default_shapes, make_cells, make_problem, make_step
+from bench.cells import Cell, Step, default_shapes, make_cells, make_problem, make_step
+from bench.chains import CHAINS
 from bench.columns import FIRST_CALL, console_table
 from bench.recording import Recording, device_to_measure, experiment_parser, has_gpu
 from bench.schema import FirstCallRow
@@ -85,7 +86,7 @@ def run(chain_name: str, dtype: str, shape: str, device_name: str) -> None:
     import ops  # noqa: F401
 
     import_s = time.perf_counter() - start
-    step = make_step("forward", cell.bind("ops"), problem.tensors, problem.output_gradient)
+    step = make_step("forward", cell.by_ops(), problem.tensors, problem.output_gradient)
     first_call_s = _seconds(step, synchronize)
     compiled = compiled_kernels(Path(os.environ["TRITON_CACHE_DIR"]))
     later = [_seconds(step, synchronize) for _ in range(_LATER_CALLS)]

@@ -9,6 +9,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
+from bench.chains import CHAINS, FAMILY
 from bench.columns import (
     CAPTURED,
     CHAIN,
@@ -42,11 +43,12 @@ sizes and precisions, and how exact it is. The bench's report writes this page f
 - Every result was checked against float64 before it was timed.
 - Times are of the device, of interleaved rounds with a cold L2 cache. Ratios are normfuse's time over a peer's, the \
 median of the rounds' own ratios: below 1, normfuse is faster.
-- `bare` is the matrix product by cuBLAS or the convolution by cuDNN alone; a training step has three of them. \
+- `bare` is the matrix product by cuBLAS or the convolution by cuDNN alone; a training step has three of them. Where \
+a chain begins with its norm, it is one copy of the input, also beside a training step. \
 `compile` is `torch.compile`, `compile-max` its mode max-autotune-no-cudagraphs. The best of PyTorch is the peer among \
 `eager`, `compile` and `compile-max` that normfuse is least ahead of.
 - Sizes are batch x in_features x out_features, and for L19 batch x in_channels x out_channels x height x width x \
-kernel.
+kernel. Where a chain begins with its norm, they are batch x channels x height x width.
 - Small numbers beside a chain name the [run](#runs), where the rows of a table are of different runs."""
 
 
@@ -55,6 +57,17 @@ _LOOPS = {
     "Host time": ("host_us", "Microseconds that the host needs to queue a call, whatever the device takes."),
     "Wall clock": ("wall_us", "Microseconds of a whole call in a loop that waits for the device once, at its end."),
 }
+_HOW_TO_MEASURE = f"""\
+{NOT_MEASURED} On a GPU, before the report:
+
+```sh
+python -m bench --chains {",".join(FAMILY)} --output bench/results/family.NAME.jsonl
+```"""
+_FAMILY = "`of the best`: the ratio to the best of PyTorch; bold where normfuse is slower. The other columns:"
+_COMPOSITIONS = "Chains by the functions that take steps, beside the same in PyTorch's functions:\n\n" + "\n".join(
+    f"- {chain.label}: {chain.composition.replace('->', '→')}" for chain in CHAINS.values() if chain.is_composed
+)
+_NORMS = "`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's."
 _TIMES = " normfuse's µs, then for each peer the ratio and the peer's own µs."
 _FIRST_CALL = (
     "A fresh process with an empty Triton cache, at PyTorch's default float32 precision: the import of `ops` after "
@@ -108,6 +121,11 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
             picture("speedup", "How many times as fast as PyTorch each chain is"),
             *_tables(runs, results.listed, _TIMES, lambda _: TIMES),
         ],
+        "Family": [
+            _COMPOSITIONS,
+            picture("family", "How many times as fast as PyTorch each chain of the family is"),
+            *_family(results, runs),
+        ],
         "Errors": [picture("errors", "Error of each chain against float64, beside PyTorch's"), *_errors(results, runs)],
         "Added memory": _memory(results, runs),
         "Growth": [
@@ -122,6 +140,17 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
     }
     parts = ([f"### {title}", *([part for part in body if part] or [NOT_MEASURED])] for title, body in sections.items())
     return [f"## {results.device}", *(part for section in parts for part in section)]
+
+
+def _family(results: DeviceResults, runs: _Runs) -> list[str]:
+    """All of the family: a chain has few rows, so one table holds every shape."""
+    rows = results.family
+    costs = [row for row in rows if row.us is not None]
+    return [
+        *_table(runs, rows, _FAMILY + _TIMES, _FAMILY_TIMES),
+        *_table(runs, [row for row in rows if row.errors], _NORMS + " Worst: by the ratio.", _FAMILY_ERRORS),
+        *_table(runs, costs, "Microseconds of a whole call in a loop; MB that a training step adds.", _FAMILY_COSTS),
+    ] or [_HOW_TO_MEASURE]
 
 
 def _table(runs: _Runs, rows: Sequence[Row], what: str, columns: Iterable[Column]) -> list[str]:
@@ -142,7 +171,7 @@ def _errors(results: DeviceResults, runs: _Runs) -> list[str]:
         return [_error(tensor) for tensor in dict.fromkeys(tensor for row in rows for tensor in row.errors)]
 
     tables = _tables(runs, [row for row in results.listed if row.errors], "", columns)
-    return ["`norm(result - float64) / norm(float64)`, normfuse's / PyTorch's.", *tables] if tables else []
+    return [_NORMS, *tables] if tables else []
 
 
 def _error(tensor: str) -> Column:
@@ -232,6 +261,29 @@ def _mean(ratios: list[float]) -> str:
     return _ratio(statistics.geometric_mean(ratios) if ratios else None)
 
 
+def _of_the_best(row: TimesRow) -> str | None:
+    closest = row.closest()
+    return closest and _ratio(closest[1])
+
+
+def _worst_error(row: TimesRow) -> str | None:
+    tensor = row.worst_tensor
+    return tensor and f"`{tensor}`: {pair(row.errors[tensor])}"
+
+
+_FAMILY_TIMES: list[Column] = [MODE, SHAPE, *TIMES[:1], ("of the best", _of_the_best), *TIMES[1:]]
+_FAMILY_ERRORS: list[Column] = [MODE, SHAPE, _error("output"), ("worst", _worst_error)]
+_FAMILY_COSTS: list[Column] = [
+    MODE,
+    SHAPE,
+    *(
+        (f"{what}: {name}" if name == "normfuse" else name, read)
+        for what, of, format in (("wall clock, µs", "wall_us", ".0f"), ("added MB", "added_mb", ".1f"))
+        for name, read in (of_peer(peer, of, format) for peer in (OURS, *PYTORCH))
+    ),
+]
+
+
 # Tables within other pages
 
 #: Rows of the table ``times``: a chain's product, and what ``Row.layout`` says.
@@ -294,15 +346,19 @@ def _error_table(results: DeviceResults) -> str:
         if ours and torch
     ]
     columns: list[Column] = [
-        ("product", lambda group: group[0][0].product),
+        ("product", lambda group: _kind(group[0][0])),
         ("setting", lambda group: group[0][0].setting),
         ("tensors", len),
         ("mean", lambda group: f"{statistics.geometric_mean(map(itemgetter(1), group)):.2f}"),
         ("largest", lambda group: f"{max(map(itemgetter(1), group)):.2f}"),
         ("of", _largest),
     ]
-    groups = grouped(compared, lambda each: (each[0].product, each[0].setting)).values()
+    groups = grouped(compared, lambda each: (_kind(each[0]), each[0].setting)).values()
     return _with_note(columns, groups, f"{results.setup(row for row, *_ in compared)}.")
+
+
+def _kind(row: TimesRow) -> str:
+    return f"{row.product} of the family" if row.is_of_family else row.product
 
 
 def _largest(group: Iterable[tuple[TimesRow, float, str]]) -> str:
@@ -351,6 +407,7 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "captured": lambda results: _rows_table(results, results.captured, CAPTURED),
     "tensor_parallel": lambda results: _rows_table(results, results.tensor_parallel, TENSOR_PARALLEL),
     "commits": _commits_table,
+    "family": lambda results: _rows_table(results, results.family, _FAMILY_TIMES[1:]),
 }
 _OPENING, _CLOSING = "<!-- table: {} -->", "<!-- /table -->"
 #: A table's name, and its end. That is empty where the next table, or the page's end, comes first.

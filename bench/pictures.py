@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.columns import number
 from bench.results import BadResult, DeviceResults, chains_by_shape
-from bench.schema import COMPILERS, MODES, TimesRow
+from bench.schema import COMPILERS, MODES, PYTORCH, TimesRow
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
 
 #: Inches, and dots an inch. A page shows the picture 830 pixels wide, so it has two dots a pixel, for sharp text.
@@ -47,7 +47,7 @@ class Picture:
 def pictures_of(results: DeviceResults) -> dict[str, Picture]:
     """By name; a picture of which nothing was measured is left out."""
     growth = {f"growth_{mode}": _growth(results, mode) for mode in MODES}
-    found = {"speedup": _speedup(results), "errors": _errors(results), **growth}
+    found = {"speedup": _speedup(results), "family": _family(results), "errors": _errors(results), **growth}
     return {f"{name}.{results.slug}": picture for name, picture in found.items() if picture}
 
 
@@ -121,12 +121,53 @@ def _draw_speedup(picture: Picture, theme: Theme):
     return figure
 
 
+# The family
+
+
+def _family(results: DeviceResults) -> Picture | None:
+    """Over the best of PyTorch, in every memory format: a bar a cell, below the name of its chain."""
+    rows = [row for row in results.family if row.dtype == "bfloat16" and row.closest()]
+    values: Any = tuple(
+        (row.mode, row.chain, " ".join(filter(None, (row.shape, row.memory_format))), _over(row, PYTORCH))
+        for row in rows
+    )
+    if not values:
+        return None
+    title = f"The family: {_span([value[3] for value in values])} times as fast as the best of PyTorch"
+    caption = f"bfloat16; the best of eager PyTorch and torch.compile; orange: slower\n{results.setup(rows)}"
+    return Picture(title, caption, values, _draw_family)
+
+
+def _draw_family(picture: Picture, theme: Theme):
+    chains = list(dict.fromkeys(value[1] for value in picture.values))
+    lines = [
+        line
+        for chain in chains
+        for line in dict.fromkeys([(chain, ""), *(value[1:3] for value in picture.values if value[1] == chain)])
+    ]
+    figure, panels = _labelled_panels([cell or chain for chain, cell in lines], 1.2 + 0.22 * len(lines))
+    for label, (_, cell) in zip(panels[0].get_yticklabels(), lines, strict=True):
+        label.set(fontweight="normal" if cell else "bold", fontsize=8.5)
+    for panel, (mode, title) in zip(panels, _MODE_TITLES.items(), strict=True):
+        found = [value for value in picture.values if value[0] == mode]
+        over = [value[3] for value in found]
+        colours = [theme.ours if each >= 1 else theme.slower for each in over]
+        bars = panel.barh([lines.index(value[1:3]) for value in found], over, 0.72, color=colours)
+        panel.bar_label(bars, fmt="%.2f×", padding=4, fontsize=8.5, bbox={"color": theme.page, "pad": 1})
+        panel.axvline(1.0, color=theme.text, linewidth=1)
+        panel.set(title=title, xlabel="times as fast (1: as fast as PyTorch)")
+        panel.tick_params(length=0)
+    most = max(value[3] for value in picture.values)
+    panels[0].set(xlim=(0, 1.25 * most), ylim=(len(lines) - 0.5, -0.5))  # the first line is a name, without a bar
+    return figure
+
+
 # Errors beside PyTorch's
 
 
 def _errors(results: DeviceResults) -> Picture | None:
     """Of the forward pass, the output's errors. Of a training step, those whose ratio to PyTorch's is the largest."""
-    used = [(row, tensor) for row in _contiguous(results.target) if (tensor := _worst_tensor(row))]
+    used = [(row, tensor) for row in _contiguous(results.target) if (tensor := row.worst_tensor)]
     if not used:
         return None
     values: Any = tuple(
@@ -137,11 +178,6 @@ def _errors(results: DeviceResults) -> Picture | None:
     title = f"Errors are {statistics.geometric_mean(ratios):.2f} of PyTorch's on average, at most {max(ratios):.2f}"
     setup = results.setup(row for row, _ in used)
     return Picture(title, f"norm(result - float64) / norm(float64), lower is better\n{setup}", values, _draw_errors)
-
-
-def _worst_tensor(row: TimesRow) -> str | None:
-    ratios = {tensor: ours / torch for tensor, (ours, torch) in row.errors.items() if ours and torch}
-    return max(ratios, key=lambda tensor: ratios[tensor], default=None)
 
 
 def _draw_errors(picture: Picture, theme: Theme):

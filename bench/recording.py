@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autotune_configs.command_line import Parser, names, positive
 from bench import results
-from bench.cells import CHAINS, DTYPES, Cell
+from bench.cells import DTYPES, Cell
+from bench.chains import CHAINS, NAMED
 from bench.schema import ALL_MODES, MODES, SCHEMA, Header, Row, Run
 
 _WIDTH_WHEN_NO_TERMINAL = 200
@@ -68,7 +69,7 @@ def add_list(
     parser: argparse.ArgumentParser, option: str, known: Iterable[str], default: Iterable[str] | None, more: str = ""
 ) -> None:
     """An option that takes some of these names, and all of them where it is not given and has no default."""
-    more = more if default else "; all where not given"
+    more = more or ("" if default else "; all where not given")
     default = default and ",".join(default)
     parser.add_argument(option, type=names(known), default=default, help=f"of {', '.join(known)}{more}")
 
@@ -76,13 +77,14 @@ def add_list(
 def experiment_parser(
     prog: str,
     description: str,
-    chains: Iterable[str] | None = CHAINS,
+    chains: Iterable[str] | None = NAMED,
     dtypes: Iterable[str] | None = DTYPES,
     rounds: int | None = None,
     epilog: str | None = None,
+    known: Iterable[str] = CHAINS,
 ) -> Parser:
     parser = Parser(prog=prog, description=description, epilog=epilog)
-    add_list(parser, "--chains", CHAINS, chains)
+    add_list(parser, "--chains", known, chains)
     add_list(parser, "--dtypes", DTYPES, dtypes)
     if rounds:
         add_list(parser, "--modes", ALL_MODES, MODES, "; forward_grad keeps what a backward pass needs")

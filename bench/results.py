@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from autotune_configs.command_line import Parser
 from autotune_configs.files import replace_file
+from bench.chains import FAMILY
 from bench.schema import (
     ROWS,
     SCHEMA,
@@ -226,11 +227,22 @@ class DeviceResults:
 
     @property
     def target(self) -> list[TimesRow]:
-        return [row for row in self.times if row.shape == TARGET.get(row.product)]
+        """Of the four chains with a name: the rows of their own size."""
+        return [row for row in self.listed if row.shape == TARGET.get(row.product)]
 
     @property
     def listed(self) -> list[TimesRow]:
-        """All but the rows that are there for the growth grid alone."""
+        """All but the family's, and those that are there for the growth grid alone."""
+        return [row for row in self._of_single_sizes if not row.is_of_family]
+
+    @property
+    def family(self) -> list[TimesRow]:
+        """The same of the family, chain by chain."""
+        rows = [row for row in self._of_single_sizes if row.is_of_family]
+        return sorted(rows, key=lambda row: FAMILY.index(row.chain))
+
+    @property
+    def _of_single_sizes(self) -> list[TimesRow]:
         return [row for row in self.times if row.shape not in GRID or row.shape == TARGET["GEMM"]]
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar, Literal
 
+from bench.chains import CHAINS, FAMILY
 from bench.sizes import sizes_of
 
 #: The version of this format, which every file names in its header.
@@ -25,7 +26,7 @@ CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
 #: By tensor, ours and PyTorch's; None for NaN or infinity.
 Errors = dict[str, tuple[float | None, float | None]]
 
-_ORDER = ("L94", "L75", "L30", "L19", "bfloat16", "float16", "float32", "highest", "high", "medium")
+_ORDER = (*(chain.label for chain in CHAINS.values()), "bfloat16", "float16", "float32", "highest", "high", "medium")
 _ORDER += ("contiguous", "channels_last", *ALL_MODES)
 
 
@@ -100,6 +101,11 @@ class Row:
         return " ".join(part for part in parts if part)
 
     @property
+    def is_of_family(self) -> bool:
+        """Whether the chain is called with steps, and none of the four with a name."""
+        return self.chain in FAMILY
+
+    @property
     def setting(self) -> str:
         """The dtype, with the precision where there is a choice."""
         return " ".join(filter(None, (self.dtype, self.precision)))
@@ -153,6 +159,12 @@ class TimesRow(Row):
     @property
     def us(self) -> float | None:
         return self.peer(OURS).us
+
+    @property
+    def worst_tensor(self) -> str | None:
+        """The one whose error is the largest multiple of PyTorch's."""
+        ratios = {tensor: ours / torch for tensor, (ours, torch) in self.errors.items() if ours and torch}
+        return max(ratios, key=lambda tensor: ratios[tensor], default=None)
 
     def closest(self, names: tuple[str, ...] = PYTORCH) -> tuple[str, float] | None:
         """Of these peers, the one that we are least ahead of, and our time over its."""

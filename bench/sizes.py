@@ -4,10 +4,11 @@
 FORMS = {
     "GEMM": "batch x in_features x out_features",
     "convolution": "batch x in_channels x out_channels x height x width x kernel",
+    "norm": "batch x channels x ...",
 }
-#: Shapes by what the chain begins with: on a GPU, and in Triton's interpreter.
+#: Shapes by what the chain begins with: of the four chains with a name on a GPU, and of all in Triton's interpreter.
 TARGET = {"GEMM": "1024x8192x8192", "convolution": "128x64x64x256x256x3"}
-SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3"}
+SMALL = {"GEMM": "8x64x64", "convolution": "2x16x16x5x6x3", "norm": "2x64x5x6"}
 
 #: The growth grid of Linear chains: every batch with every number of features, in and out.
 GRID_BATCHES = (1, 16, 64, 256, 1024, 4096)

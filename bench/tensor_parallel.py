@@ -24,9 +24,11 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, 
 from torch.distributed.tensor.debug import CommDebugMode
 
 from autotune_configs.command_line import positive
-from bench.cells import Cell, Forward, Problem, Step, default_shapes, make_cells, make_problem, make_step
+from bench.cells import Cell, Problem, Step, default_shapes, make_cells, make_problem, make_step
+from bench.chains import NAMED
 from bench.checking import check, worst_of
 from bench.columns import TENSOR_PARALLEL, console_table, field
+from bench.compositions import Forward
 from bench.recording import Recording, add_list, device_to_measure, experiment_parser
 from bench.schema import TensorParallelRow, Traffic
 from bench.timing import LONGEST_WAIT, device_clock, median_ratio, time_loops, time_rounds, warm_up
@@ -122,12 +124,12 @@ def measure(cell: Cell, divided: str, rounds: int, mesh: DeviceMesh) -> TensorPa
     """The row, the same on every rank: checked, and timed on GPUs where the result is right on every rank."""
     device = torch.device(mesh.device_type)
     on_gpu = device.type == "cuda"
-    forward = cell.bind("ops")
+    forward = cell.by_ops()
 
     def on_shards(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:  # from whole tensors to a whole result
         return cast(DTensor, forward(distribute(tensors, mesh, divided))).full_tensor()
 
-    with cell.chain.float32_precision(cell.precision):
+    with cell.float32_precision:
         problem = make_problem(cell, device)
         checked = check(cell, problem, on_shards, _by_pytorch(cell, on_shards))
         worst = max(_from_all(worst_of(checked.errors)), key=lambda each: (each.is_red, each.ours))
@@ -172,7 +174,7 @@ def _by_pytorch(cell: Cell, on_shards: Forward) -> Forward:
 
     A gradient that is pending a sum over the ranks is rounded once more than on one GPU, in PyTorch's chain as well.
     """
-    whole = cell.bind("ops.reference")
+    whole = cell.by_pytorch()
 
     def pytorch(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if tensors["input"].dtype == torch.float64:
@@ -232,6 +234,7 @@ def main(arguments: list[str], prog: str, spawn: Callable = multiprocessing.spaw
         "red, 2 for a bad argument.",
         dtypes=("bfloat16",),
         rounds=30,
+        known=NAMED,
     )
     parser.add_argument("--gpus", type=positive, default=2, help="how many")
     add_list(parser, "--divided", DIVIDED, DIVIDED)

@@ -13,25 +13,26 @@ from rich.markup import escape
 
 from autotune_configs.files import lock_at
 from bench.cells import (
-    CHAINS,
     DTYPES,
     MEMORY_FORMATS,
-    PRECISIONS,
     Call,
     Cell,
     Problem,
     Step,
+    default_shapes,
     make_bare_step,
     make_cells,
     make_problem,
     make_step,
 )
+from bench.chains import CHAINS, NAMED
 from bench.checking import check, worst_of
 from bench.columns import TIMES, Column, console_table, number
+from bench.compositions import PRECISIONS
 from bench.recording import Recording, add_list, device_to_measure, experiment_parser, reason
 from bench.results import BadResult
 from bench.schema import BARE, OURS, PYTORCH, CallTimes, TimesRow
-from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES, SMALL, TARGET
+from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_DTYPES, GRID_FEATURES
 from bench.timing import median_ratio, time_calls, warm_up
 
 PEERS = (BARE, *PYTORCH)
@@ -40,7 +41,8 @@ PEERS = (BARE, *PYTORCH)
 def _shapes(product: str):
     """An argument type: shapes of this product, separated by commas."""
     form = FORMS[product]
-    pattern = "x".join(r"[1-9]\d*" for _ in form.split(" x "))
+    pattern = "x".join(r"[1-9]\d*" for _ in form.removesuffix(" x ...").split(" x "))
+    pattern += r"(x[1-9]\d*)*" if form.endswith("...") else ""
 
     def parse(text: str) -> list[str]:
         for item in text.split(","):
@@ -63,13 +65,18 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
         "first-call (a fresh process with nothing compiled), captured (compiled and captured calls beside eager ones), "
         f"tensor-parallel (chains on shards). {prog} COMMAND --help describes each.",
     )
-    more = "; for float32 alone. For the convolution of l19 high allows TF32, highest does not, and there is no medium"
+    more = "; for float32 alone. For a convolution high allows TF32, highest does not, and there is no medium"
     add_list(parser, "--precisions", PRECISIONS, PRECISIONS[:2], more)
     shapes = parser.add_mutually_exclusive_group()
-    default = TARGET if on_gpu else SMALL
-    for product, option, group in (("GEMM", "--shapes", shapes), ("convolution", "--convolution-shapes", parser)):
+    options_of_products = {"GEMM": "--shapes", "convolution": "--convolution-shapes", "norm": "--norm-shapes"}
+    for product, option in options_of_products.items():
+        group = shapes if product == "GEMM" else parser
         group.add_argument(
-            option, type=_shapes(product), default=default[product], dest=product, metavar="SHAPES", help=FORMS[product]
+            option,
+            type=_shapes(product),
+            dest=product,
+            metavar="SHAPES",
+            help=f"{FORMS[product]}; else the chains' own",
         )
     batches, features = (", ".join(map(str, sizes)) for sizes in (GRID_BATCHES, GRID_FEATURES))
     shapes.add_argument(
@@ -80,8 +87,9 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
         help=f"instead of --shapes: batches of {batches}, each with {features} features in and out; the Linear chains, "
         f"and {' and '.join(GRID_DTYPES)}, where no others are given",
     )
-    add_list(parser, "--memory-formats", MEMORY_FORMATS, MEMORY_FORMATS, "; for l19")
-    more = ": the product or convolution alone (by cuBLAS or cuDNN), PyTorch's chain, the same with torch.compile, and "
+    add_list(parser, "--memory-formats", MEMORY_FORMATS, None, "; of images; the chains' own where not given")
+    more = ": the product or convolution alone (by cuBLAS or cuDNN; for a norm, a copy), PyTorch's chain, "
+    more += "the same with torch.compile, and "
     add_list(parser, "--peers", PEERS, PEERS[:-1], more + "with its max-autotune, which tunes for minutes")
     parser.add_argument(
         "--turns",
@@ -93,16 +101,17 @@ def _parse(arguments: list[str], prog: str, on_gpu: bool) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     is_grid = options.GEMM is GRID
     known = [name for name, chain in CHAINS.items() if chain.product == "GEMM" or not is_grid]
-    options.chains = options.chains or known
+    options.chains = options.chains or [name for name in known if name in NAMED or not is_grid]
     options.dtypes = options.dtypes or (GRID_DTYPES if is_grid else DTYPES)
     if without := [name for name in options.chains if name not in known]:
         parser.error(f"argument --grid: {', '.join(without)} has no grid")
-    products = {product: getattr(options, product) for product in FORMS}
-    options.cells = make_cells(
-        options.chains, options.dtypes, options.modes, products, options.precisions, options.memory_formats
-    )
+    own = default_shapes(on_gpu)
+    sizes = {name: getattr(options, CHAINS[name].product) or own[name] for name in options.chains}
+    make = partial(make_cells, options.chains, options.dtypes, options.modes, sizes, options.precisions)
+    options.cells = make(options.memory_formats)
     if not options.cells:
-        parser.error(f"argument --precisions: {','.join(options.chains)} has no {','.join(options.precisions)}")
+        option, given = ("memory-formats", options.memory_formats) if make(None) else ("precisions", options.precisions)
+        parser.error(f"argument --{option}: {','.join(options.chains)} has no {','.join(given)}")
     return options
 
 
@@ -123,7 +132,7 @@ def main(arguments: list[str], prog: str) -> int:
 def make_call(peer: str, cell: Cell, problem: Problem) -> Call:
     if peer == BARE:
         return make_bare_step(cell, problem)
-    forward = cell.bind("ops" if peer == OURS else "ops.reference")
+    forward = cell.by_ops() if peer == OURS else cell.by_pytorch()
     if peer == "compile":
         forward = torch.compile(forward)
     elif peer == "compile-max":
@@ -142,11 +151,11 @@ def measure(
     ``turn`` is held to check and time, so that processes that share a GPU compile side by side.
     """
     torch._dynamo.reset()
-    with cell.chain.float32_precision(cell.precision):
+    with cell.float32_precision:
         try:
             problem = make_problem(cell, device)
             with turn:
-                row = check(cell, problem, cell.bind("ops"), cell.bind("ops.reference"))
+                row = check(cell, problem, cell.by_ops(), cell.by_pytorch())
         except Exception as error:  # a kernel may fail in any way; the other cells are still worth having
             return TimesRow(**cell.identity, red=True, peers={OURS: CallTimes(failure=reason(error))})
         if row.red or device.type != "cuda":
@@ -206,7 +215,7 @@ def show(rows: Sequence[TimesRow]) -> list:
         "Times: ours, then ours over each peer (median of the rounds' ratios) and the peer's own µs",
         [*TIMES, *_MORE_TIMES],
         rows,
-        "bare: the product or convolution alone, by cuBLAS or cuDNN, in the same memory format;\n"
+        "bare: the product or convolution alone, by cuBLAS or cuDNN, in the same memory format, or a copy for a norm;\n"
         "host µs: what the host needs to queue a call; wall µs: of whole calls in a loop (eager PyTorch's);\n"
         "added MB: at the peak of a training step, beyond weights, gradients, input and output",
     )

@@ -67,6 +67,7 @@ docs/row_minimum
 docs/launch_overhead
 docs/convolution
 docs/convolution_epilogue
+docs/norm_passes
 docs/convolution_float32
 docs/convolution_triton
 ```

@@ -12,16 +12,32 @@ __version__ = "0.2.0.dev0"
 
 require_own_siblings()
 
-from ops import reference, tensor_parallel  # noqa: E402
+from ops import pointwise, reference, tensor_parallel  # noqa: E402
 from ops.chain import Chain  # noqa: E402
+from ops.composed_functions import (  # noqa: E402
+    conv2d_group_norm,
+    conv_transpose2d_group_norm,
+    group_norm,
+    layer_norm,
+    linear,
+    linear_group_norm,
+    linear_layer_norm,
+)
+from ops.composed_modules import (  # noqa: E402
+    Conv2dGroupNorm,
+    ConvTranspose2dGroupNorm,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    LinearGroupNorm,
+    LinearLayerNorm,
+)
 from ops.explain import ExplainedCall, ExplainedStep, Explanation, explain  # noqa: E402
 from ops.functions import (  # noqa: E402
     bias_hardtanh_mish,
     conv_transpose2d_gelu_group_norm,
     gelu_group_norm,
-    group_norm,
     group_norm_hardtanh,
-    linear,
     linear_group_norm_hardtanh,
     linear_group_norm_min,
     linear_hardtanh_mish_group_norm,
@@ -36,26 +52,39 @@ from ops.modules import (  # noqa: E402
 
 __all__ = [
     "Chain",
+    "Conv2dGroupNorm",
     "ConvTranspose2dGeluGroupNorm",
+    "ConvTranspose2dGroupNorm",
     "ExplainedCall",
     "ExplainedStep",
     "Explanation",
     "FusionEntry",
     "FusionReport",
+    "GroupNorm",
+    "LayerNorm",
+    "Linear",
+    "LinearGroupNorm",
     "LinearGroupNormHardtanh",
     "LinearGroupNormMin",
     "LinearHardtanhMishGroupNorm",
+    "LinearLayerNorm",
     "bias_hardtanh_mish",
+    "conv2d_group_norm",
     "conv_transpose2d_gelu_group_norm",
+    "conv_transpose2d_group_norm",
     "explain",
     "fuse",
     "gelu_group_norm",
     "group_norm",
     "group_norm_hardtanh",
+    "layer_norm",
     "linear",
+    "linear_group_norm",
     "linear_group_norm_hardtanh",
     "linear_group_norm_min",
     "linear_hardtanh_mish_group_norm",
+    "linear_layer_norm",
+    "pointwise",
     "reference",
     "tensor_parallel",
     "unfuse",

@@ -12,18 +12,28 @@ from typing import Any
 
 import torch
 
-from ops.convolution import ConvTranspose2dGeometry
+from ops.convolution import IS_TRANSPOSED, Geometry
+from triton_kernels.built_in import BUILT_IN, name_of
 from triton_kernels.chain import Chain, Reduction
 from triton_kernels.launch import call as do
-from triton_kernels.pointwise import ADD, GELU, GELU_TANH, HARDTANH, MISH, MUL, Pointwise
+from triton_kernels.pointwise import Pointwise
 from triton_kernels.row_minimum import ROW_MINIMUM
 
 _REDUCTIONS: dict[str, Reduction] = {ROW_MINIMUM.name: ROW_MINIMUM}
-#: The pointwise functions that a text may name.
-_POINTWISE = {each.name: each for each in (ADD, MUL, HARDTANH, MISH, GELU, GELU_TANH)}
 #: What texts name beside them.
-_OTHER_NAMES = ("linear", "conv_transpose2d", "group_norm", *_REDUCTIONS)
+_CONTRACTIONS = ("linear", *IS_TRANSPOSED)
+_OTHER_NAMES = (*_CONTRACTIONS, "group_norm", *_REDUCTIONS)
 _ARROW = " -> "
+#: The pointwise functions that a text may name.
+_POINTWISE = {name_of(each): each for each in BUILT_IN}
+
+
+def _known(name: str) -> Pointwise | None:
+    """The function that a text may name so."""
+    function, earlier, steps = name.partition(" earlier ")
+    if earlier and name not in _POINTWISE and f"{function} tensor" in _POINTWISE:
+        return _POINTWISE[f"{function} tensor"].with_operand(f"earlier {steps}")
+    return _POINTWISE.get(name)
 
 
 def register(chain: Chain) -> None:
@@ -37,12 +47,6 @@ def register(chain: Chain) -> None:
         known = _POINTWISE.setdefault(name, step)
         if known != step and known.cache_key != step.cache_key:
             raise ValueError(f"the pointwise function {name!r} is another one's name already: {known.function}")
-
-
-def name_of(step: Pointwise) -> str:
-    """Operands of another kind than the function's usual one are named with it."""
-    usual = step.operand == "vector" or step.name not in ("add", "mul")
-    return step.name if usual else f"{step.name} {step.operand}"
 
 
 def text_of(chain: Chain, steps: Sequence[str], sizes: str = "", of_norm: str = "", of_reduction: str = "") -> str:
@@ -64,7 +68,7 @@ class Call:
     present: tuple[bool, ...]
     num_groups: int = 1
     eps: float = 0.0
-    #: A convolution's ConvTranspose2dGeometry, and whether PyTorch's setting lets it use TF32.
+    #: A convolution's Geometry, and whether PyTorch's setting lets it use TF32.
     geometry: Any = None
     allow_tf32: bool = False
     has_bias: bool = False  # of the reduction
@@ -100,18 +104,19 @@ def parse(text: str) -> Call:
         described: Any = re.fullmatch(r"(no )?([a-z0-9_ ]+?)(?:\((.*)\))?", word)
         absent, name, written = described.groups()
         numbers: Any = None if written is None else tuple(map(float, filter(None, written.split(", "))))
-        if name in ("linear", "conv_transpose2d"):
+        if name in _CONTRACTIONS:
             contraction = name
             if numbers:
                 *geometry, allow_tf32 = map(int, numbers)
-                options |= {"geometry": ConvTranspose2dGeometry.of_numbers(geometry), "allow_tf32": bool(allow_tf32)}
+                options["geometry"] = Geometry.of_numbers(geometry, IS_TRANSPOSED[name])
+                options["allow_tf32"] = bool(allow_tf32)
         elif name == "group_norm":
             norm, before = name, len(steps)
             options |= {"num_groups": int(numbers[0]), "eps": numbers[1]}
         elif name in _REDUCTIONS:
             reduction, options["has_bias"] = _REDUCTIONS[name], bool(numbers[0])
-        elif name in _POINTWISE:
-            steps.append((_POINTWISE[name], numbers, not absent))
+        elif step := _known(name):
+            steps.append((step, numbers, not absent))
         else:
             raise ValueError(
                 f"{text!r} names the pointwise function {name!r}, which this process does not have: make the Chain "
@@ -147,9 +152,9 @@ class Arguments:
 
     @functools.cached_property
     def operands(self) -> tuple[Any, ...]:
-        """One entry a step, as kernels take them: its numbers, or a contiguous vector or tensor."""
+        """One entry a step, as kernels take them: its numbers, or a contiguous tensor without dimensions of one."""
         return tuple(
-            numbers if each is None else contiguous(each).view(-1 if step.operand == "vector" else each.shape)
+            numbers if each is None else contiguous(each).view(step.shape(each.shape))
             for step, each, numbers in zip(self.call.chain.steps, self.vectors, self.call.numbers, strict=True)
         )
 

@@ -10,9 +10,10 @@ import torch
 
 import triton_kernels.chain
 from ops import checks, convolution, operators, plain, plans, precision, tensor_parallel
-from ops.calls import Call, name_of, register, text_of
+from ops.calls import Call, register, text_of
 from ops.contractions import CONTRACTIONS
 from ops.operators import Prepared, is_unobserved
+from triton_kernels.built_in import NUMBERS, name_of
 from triton_kernels.group_norm import WIDEST_GROUP
 from triton_kernels.pointwise import Pointwise
 
@@ -22,7 +23,11 @@ Tensor = torch.Tensor
 _NUMBERS = frozenset((int, float, bool))
 #: How the numbers of a pointwise function are checked, where they are more than numbers.
 _CHECKS = {"hardtanh": checks.bounds}
-_LAYOUTS = {"linear": tensor_parallel.LINEAR, "conv_transpose2d": tensor_parallel.CONVOLUTION}
+_LAYOUTS = {
+    "linear": tensor_parallel.LINEAR,
+    "conv2d": tensor_parallel.CONV2D,
+    "conv_transpose2d": tensor_parallel.CONV_TRANSPOSE2D,
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Chain(triton_kernels.chain.Chain):
     functions of ``ops`` do, which are such chains.
 
     Args:
-        contraction: "linear", "conv_transpose2d", or "" for none.
+        contraction: "linear", "conv2d", "conv_transpose2d", or "" for none.
         before: Pointwise functions before the norm.
         norm: "group_norm", or "" for none.
         after: Pointwise functions after the norm.
@@ -68,19 +73,21 @@ class Chain(triton_kernels.chain.Chain):
                 raise TypeError(f"{name} must be a tuple of Pointwise, got {steps!r}")
         if not isinstance(self.reduction, triton_kernels.chain.Reduction | None):
             raise TypeError(f"reduction must be a Reduction or None, got {self.reduction!r}")
-        if self.contraction == "conv_transpose2d" and not self.norm:
+        if self._convolves and not self.norm:
             raise ValueError("a chain with a convolution must have a norm")
         if self.reduction and self.contraction != "linear":
             raise ValueError(f"a reduction must follow a linear layer, got {self.contraction!r}")
+        if self._has_rows and any(step.operand == "sample" for step in (*self.before, *self.after)):
+            raise ValueError("a vector a sample must be an operand where channels have further dimensions behind them")
         register(self)
         super().__post_init__()
         given = iter(self.names)
-        names = [next(given, step.name) for step in self.steps if step.operand]
+        names = [next(given, step.name) for step in self.steps if step.is_called_with_operand]
         names += [next(given, self.reduction.name)] if self.reduction else []
         data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
         text = text_of(self, list(map(name_of, self.steps)))
         vars(self).update(names=tuple(names), text=text, _data=data, _prepared=plans.Kept())  # the class is frozen
-        _by_text.setdefault(self.text, self)
+        by_text.setdefault(self.text, self)
 
     def __call__(
         self,
@@ -90,26 +97,29 @@ class Chain(triton_kernels.chain.Chain):
         eps: float = 1e-5,
         **geometry: Any,
     ) -> Tensor:
-        """Apply the chain. ``geometry`` is that of a convolution, as in ``torch.nn.functional.conv_transpose2d``."""
+        """Apply the chain. ``geometry`` is that of a convolution, as in ``torch.nn.functional``."""
         expected = len(self.names) + bool(self.contraction)
         if len(operands) != expected:
             what = ", ".join(map(str, (*(["weight"] if self.contraction else []), *self.names)))
             raise TypeError(f"expected {expected} operands after the input ({what}), got {len(operands)}")
-        convolves = self.contraction == "conv_transpose2d"
+        is_plain = self.contraction == "conv2d"
         for name in geometry:
-            if not convolves:
+            if not self._convolves:
                 raise TypeError(f"{name!r} is an argument of convolutions, and {self.text!r} has none")
-            if name not in convolution.DEFAULTS:
-                raise TypeError(f"{name!r} is no argument of a transposed convolution")
+            if name not in convolution.DEFAULTS or (is_plain and name == "output_padding"):
+                raise TypeError(f"{name!r} is no argument of a {'' if is_plain else 'transposed '}convolution")
         weight, of_steps = (operands[:1], operands[1:]) if self.contraction else ((None,), operands)
         of_bias = operands[-1:] if self.reduction else (None,)
-        kinds = [step.has_tensor for step in self.steps if step.operand]
+        kinds = [step.has_tensor for step in self.steps if step.is_called_with_operand]
         tensors, numbers = (
             tuple([each for each, kind in zip(of_steps, kinds, strict=False) if kind is has_tensor])
             for has_tensor in (True, False)
         )
-        sizes = tuple((convolution.DEFAULTS | geometry).values()) if convolves else ()
-        return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, sizes)
+        sizes: dict[str, Any] = convolution.DEFAULTS | geometry if self._convolves else {}
+        if is_plain:
+            of_padding = convolution.in_numbers(weight[0], sizes["stride"], sizes["padding"], sizes["dilation"])
+            sizes["padding"], sizes["output_padding"] = of_padding
+        return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, tuple(sizes.values()))
 
     def apply(
         self, row: tuple, numbers: tuple = (), num_groups: Any = 1, eps: Any = 0.0, geometry: tuple = ()
@@ -154,7 +164,7 @@ class Chain(triton_kernels.chain.Chain):
             given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_pair, geometry)))
             if not _NUMBERS.issuperset(map(type, given)):
                 given = tuple(map(_number, given))
-            convolves = self.contraction == "conv_transpose2d" and precision.convolutions_allow_tf32()
+            convolves = self._convolves and precision.convolutions_allow_tf32()
             lengths = [len(each) if isinstance(each, (tuple, list)) else 0 for each in (*numbers[2], *geometry)]
             # In bytes True is not 1, nor -0.0 0.0. (Version 2 of the format has no references.)
             return marshal.dumps((given, lengths), 2), convolves, plans.settings(row[0]), *tensors
@@ -213,18 +223,16 @@ class Chain(triton_kernels.chain.Chain):
             channels, shape = weight.shape[0], (*input.shape[:-1], weight.shape[0])
         elif self.contraction:
             sizes: dict[str, Any] = convolution.DEFAULTS | dict(zip(convolution.DEFAULTS, geometry, strict=False))
-            geometry = convolution.check_conv_transpose2d(input, weight, **sizes)
-            channels = weight.shape[1] * geometry.groups
+            geometry = convolution.check(convolution.IS_TRANSPOSED[self.contraction], input, weight, **sizes)
+            channels = geometry.channels(weight)
             shape = (input.shape[0], channels, *geometry.output_size(*input.shape[2:]))
         else:
             channels, shape = self._channels(input), input.shape
         if self.norm:
             num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
         for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
-            if step and step.operand == "vector":
-                checks.vector(name, tensor, channels)
-            elif step and tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+            if step and tensor is not None:
+                checks.operand(name, step.operand, tensor.shape, shape, -1 if self._has_rows else 1 - len(shape))
         if self.reduction:
             if input.ndim != 2:
                 raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
@@ -234,9 +242,13 @@ class Chain(triton_kernels.chain.Chain):
         return num_groups, eps, checked, geometry or None
 
     @functools.cached_property
+    def _convolves(self) -> bool:
+        return self.contraction in convolution.IS_TRANSPOSED
+
+    @functools.cached_property
     def _operand_steps(self) -> list[tuple[Pointwise, Any]]:
         """The steps that take an operand, each with its name."""
-        return list(zip([step for step in self.steps if step.operand], self.names, strict=False))
+        return list(zip([step for step in self.steps if step.is_called_with_operand], self.names, strict=False))
 
     @functools.cached_property
     def _number_steps(self) -> list[tuple[Pointwise, Any]]:
@@ -254,6 +266,11 @@ class Chain(triton_kernels.chain.Chain):
                 found[name if name not in found else f"{name} {len(found)}"] = step
         return {**found, self.names[-1]: None} if self.reduction else found
 
+    @property
+    def _has_rows(self) -> bool:
+        """Whether the channels are the values' last dimension."""
+        return self.contraction == "linear" or not self.norm
+
     def _named(self, row) -> dict[str, Tensor | None]:
         return dict(zip(self._tensors, row[2:], strict=False))
 
@@ -270,7 +287,7 @@ class Chain(triton_kernels.chain.Chain):
         named = self._named(row)
         tensors = {"input": row[0], **({"weight": row[1]} if self.contraction else {}), **named}
         bias = tensors.pop(self.names[-1]) if self.reduction else None
-        sizes = tuple(geometry.arguments.values()) if geometry else ()
+        sizes = tuple(geometry.sizes.values()) if geometry else ()
         layout = _LAYOUTS.get(self.contraction, tensor_parallel.NORM if self.norm else tensor_parallel.POINTWISE)
 
         def of_shares(input, num_groups=1, **shares):
@@ -279,12 +296,13 @@ class Chain(triton_kernels.chain.Chain):
 
         if self.reduction:
             return tensor_parallel.minimum_on_shards(of_shares, tensors, bias, num_groups)
-        groups = geometry.groups if geometry else 1
-        return tensor_parallel.on_shards(of_shares, layout, tensors, num_groups if self.norm else None, groups)
+        parts = num_groups if self.norm else None, geometry.groups if geometry else 1
+        kinds = {name: step.operand for name, step in self._tensors.items() if step}
+        return tensor_parallel.on_shards(of_shares, layout, tensors, *parts, kinds)
 
 
 #: The chains that a compiled graph may name.
-_by_text: dict[str, Chain] = {}
+by_text: dict[str, Chain] = {}
 
 
 def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
@@ -296,6 +314,10 @@ def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
         if len(given) != 2:
             raise ValueError(f"{name} must be two numbers, got {given!r}")
         return _CHECKS[step.name](*given)
+    known = NUMBERS.get(step.name, given)
+    if len(given) != len(known):
+        count = "one number" if len(known) == 1 else f"{len(known)} numbers"
+        raise ValueError(f"{name} must be {count} ({', '.join(known)}), got {given!r}")
     names = name if isinstance(name, tuple) else (name,) * len(given)
     return tuple(float(checks.real(*pair)) for pair in zip(names, given, strict=True))
 
@@ -311,10 +333,10 @@ def _chain_operator(
     text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]
 ) -> Tensor:
     name, *others = text.split(" | ")
-    if name not in _by_text:
+    if name not in by_text:
         raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
     lengths = map(int, filter(None, others[0].split(",")))
-    return _by_text[name]._apply_in_graph(tuple(row), lengths, scalars, num_groups, eps, sizes)
+    return by_text[name]._apply_in_graph(tuple(row), lengths, scalars, num_groups, eps, sizes)
 
 
 torch.library.define(

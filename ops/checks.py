@@ -61,6 +61,25 @@ def vector(name: str, tensor: torch.Tensor | None, length: int) -> None:
         raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
 
 
+def operand(name: str, kind: str, shape: tuple[int, ...], values: Sequence[int], axis: int) -> None:
+    """An operand of this kind (``triton_kernels.pointwise.Pointwise``) fits ``values``, whose channels are at ``axis``,
+    counted from behind."""
+    channels, last = values[axis], (1,) * (-axis - 1)
+    of_channels = [(channels,), (channels, *last)]
+    of_samples = [(values[0], channels), (values[0], channels, *last)]
+    if kind == "scalar":
+        fits = len(shape) <= max(1, len(values)) and math.prod(shape) == 1
+    elif kind == "vector":
+        kept = next((place for place, size in enumerate(shape) if size != 1), max(0, len(shape) - 1))
+        fits = is_vector(shape, channels) or (len(shape) <= len(values) and tuple(shape[kept:]) in of_channels)
+    else:
+        fits = tuple(shape) in (of_samples if kind == "sample" else [tuple(values)])
+    if not fits:
+        expected = [tuple(values), *of_channels[:1], *(of_samples[:1] if last else [])]
+        expected = of_channels[:1] if kind == "vector" else expected
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, expected))}, got {tuple(shape)}")
+
+
 def is_vector(shape: tuple[int, ...], length: int) -> bool:
     """Whether a tensor of this shape holds one value a channel, as ``vector`` takes it."""
     return shape[-1:] == (length,) and math.prod(shape) == length

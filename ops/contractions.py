@@ -4,6 +4,7 @@ z is the contraction's result. Of the results' size, it alone is kept for the ba
 the contraction's kernel, where that can, or by ``ops.passes``.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,6 +38,10 @@ class Contraction:
     #: z of input, weight, bias and geometry in plain PyTorch.
     plain: Callable[..., Tensor] = staticmethod(lambda input, *_: input)
 
+    def channel_axis(self, call: Call) -> int:
+        """The dimension of the result that is the channels."""
+        return -1 if self.has_rows or not call.chain.norm else 1
+
     def reads(self, given: Arguments, wanted: Sequence[bool]) -> tuple[bool, bool, int]:
         """Whether the backward pass reads input and weight, for the ``wanted`` gradients, and the first step it reads.
 
@@ -46,8 +51,11 @@ class Contraction:
 
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         """What ``forward`` returns, without values."""
-        input = given.input
-        return [torch.empty_like(input) if given.call.chain.norm else input.new_empty(input.shape)]
+        call, input = given.call, given.input
+        output = torch.empty_like(input) if call.chain.norm else input.new_empty(input.shape)
+        if not (training and self._keeps_statistics(call, input)):
+            return [output]
+        return [output, input.new_empty(2, len(input) * call.num_groups, dtype=torch.float32)]
 
     def empty_gradient(self, place: int, given: Arguments, dy: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """The input's (0) or the weight's (1) gradient, without values, from what ``backward`` gets."""
@@ -55,17 +63,31 @@ class Contraction:
 
     def forward(self, given: Arguments, training: bool) -> list[Tensor]:
         """The result and, if ``training``, what the backward pass needs beside the call's own tensors."""
-        z = contiguous(given.input)
+        z = self._readable(given.call, given.input)
         output = torch.empty_like(z)
-        passes.forward(given.call, given.operands, self._volume(given.call, z), self._volume(given.call, output))
-        return [_lying_as(given, output)]
+        volumes = self._volume(given.call, z), self._volume(given.call, output)
+        statistics = passes.forward(given.call, given.operands, *volumes)
+        return [_lying_as(given, output), *(statistics if training else [])]
 
     def backward(self, given: Arguments, dy: Tensor, kept: Sequence[Tensor], gradients: Arguments) -> Gradients:
         """The gradients of input and weight, from dy, the result's. Those of vectors and tensors are written.
 
         ``gradients`` has memory for these, and says of input and weight whether their gradients are wanted.
         """
-        return _lying_as(given, self._z_gradient(given, dy, [given.input], gradients)), None
+        return _lying_as(given, self._z_gradient(given, dy, [given.input, *kept], gradients)), None
+
+    def _keeps_statistics(self, call: Call, z: Tensor) -> bool:
+        return bool(call.chain.norm) and passes.keeps_statistics(call, z.shape[1], z.shape[2:].numel())
+
+    def _readable(self, call: Call, tensor: Tensor) -> Tensor:
+        """A tensor of z's shape, copied where ``passes`` cannot read it as it lies: images in any memory format, all
+        else contiguous."""
+        if not self.has_rows and self._keeps_statistics(call, tensor):
+            with contextlib.suppress(RuntimeError):  # no view has all pixels in one dimension
+                for each in (tensor, torch.empty_like(tensor)):
+                    each.view(*each.shape[:2], each.shape[2:].numel())
+                return tensor
+        return contiguous(tensor)
 
     def _volume(self, call: Call, tensor: Tensor) -> Tensor:
         """View or copy of a tensor of z's shape as ``passes`` take it."""
@@ -73,10 +95,11 @@ class Contraction:
 
     def _z_gradient(self, given: Arguments, dy: Tensor, kept: Sequence[Tensor], gradients: Arguments) -> Tensor:
         """z's gradient. ``kept`` has z, and its statistics where there are any."""
-        z, *statistics = map(contiguous, kept)
+        dy, z = (self._readable(given.call, each) for each in (dy, kept[0]))
         z_gradient = torch.empty_like(z)
-        volumes = self._volume(given.call, z), self._volume(given.call, z_gradient)
-        passes.backward(given.call, given.operands, dy, *volumes, gradients.vectors, statistics)
+        volume = partial(self._volume, given.call)
+        targets, statistics = gradients.vectors, list(map(contiguous, kept[1:]))
+        passes.backward(given.call, given.operands, volume(dy), volume(z), volume(z_gradient), targets, statistics)
         return z_gradient
 
 
@@ -124,7 +147,7 @@ class Linear(Contraction):
         output, *kept = self.empty_results(given, training)
         if len(biases) == len(others):
             return [products.affine(input, weight, biases, output.shape)]
-        group_size = weight.shape[0] // call.num_groups
+        group_size = weight.shape[0] // call.num_groups if call.chain.norm else 1
         config = products.fused_config(call.chain, input, weight, group_size, biases)
         if config is None:
             z = products.affine(input, weight, biases, output.shape)
@@ -237,10 +260,11 @@ def _scatter(z_gradient: Tensor, column: Tensor, num_groups: int, dtype: torch.d
     return dense.view(M, num_groups * group_size)
 
 
-class ConvTranspose2d(Contraction):
-    """A transposed convolution of images, by the project's kernels or by cuDNN. The norm takes passes."""
+class Convolution(Contraction):
+    """A convolution of images, plain or transposed, by the project's kernels or by cuDNN. The norm takes passes."""
 
-    plain = staticmethod(F.conv_transpose2d)
+    def __init__(self, plain: Callable[..., Tensor]) -> None:
+        self.plain = plain
 
     def reads(self, given: Arguments, wanted: Sequence[bool]) -> tuple[bool, bool, int]:
         return True, True, len(given.call.chain.biases) if self._is_direct(given) else 0
@@ -251,11 +275,11 @@ class ConvTranspose2d(Contraction):
 
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         input, weight, geometry = given.input, given.weight, given.call.geometry
-        shape = input.shape[0], weight.shape[1] * geometry.groups, *geometry.output_size(*input.shape[2:])
+        shape = input.shape[0], geometry.channels(weight), *geometry.output_size(*input.shape[2:])
         output = torch.empty_like(input.new_empty(shape), memory_format=memory_format(input))
         if not training:
             return [output]
-        z_format = torch.channels_last if self._is_direct(given) else memory_format(input)
+        z_format = torch.channels_last if self._is_direct(given) else convolution.cudnn_format(input, geometry)
         statistics = output.new_empty(2, shape[0] * given.call.num_groups, dtype=torch.float32)
         return [output, torch.empty_like(output, memory_format=z_format), statistics]
 
@@ -269,7 +293,9 @@ class ConvTranspose2d(Contraction):
             z, partials = direct_convolution.forward(call, input, given.weight, operands)
             _, operands = given.divided
         else:
-            z = do(convolution.conv_transpose2d, input, given.weight, call.geometry)
+            images = convolution.cudnn_format(input, call.geometry)
+            image = direct_convolution.in_format(input, images)
+            z = do(convolution.convolve, image, given.weight, call.geometry, images)
         output = torch.empty_like(z, memory_format=memory_format(input))
         if partials is None:
             statistics = passes.statistics(call, operands, as_volume(z))
@@ -281,7 +307,6 @@ class ConvTranspose2d(Contraction):
     def backward(self, given: Arguments, dy: Tensor, kept: Sequence[Tensor], gradients: Arguments) -> Gradients:
         z = do(Tensor.contiguous, kept[0], memory_format=memory_format(kept[0]))
         statistics = contiguous(kept[1])
-        problem = given.input, given.weight, given.call.geometry
         wanted = gradients.input is not None, gradients.weight is not None
         passes_back = passes.Differentiation(given.call, given.operands, as_volume(z), statistics, gradients.vectors)
 
@@ -292,17 +317,32 @@ class ConvTranspose2d(Contraction):
             passes_back.differentiate(as_volume(of_samples), as_volume(target), samples, stored)
 
         if self._is_direct(given) and direct_convolution.differentiates(z, given.input, given.call.geometry):
+            problem = given.input, given.weight, given.call.geometry
             found = direct_convolution.backward(z_gradients, z, *problem, wanted)
         else:
             z_gradient = torch.empty_like(z)
             z_gradients(slice(None), z_gradient)
-            rest = iter(do(convolution.conv_transpose2d_gradients, z_gradient, *problem, wanted) if any(wanted) else ())
-            found = next(rest) if wanted[0] else None, next(rest) if wanted[1] else None
+            found = self._by_cudnn(given, z_gradient, wanted)
         passes_back.finish()
         return found
 
+    def _by_cudnn(self, given: Arguments, z_gradient: Tensor, wanted: tuple[bool, bool]) -> Gradients:
+        """The gradients of input and weight by PyTorch."""
+        if not any(wanted):
+            return None, None
+        input, geometry = given.input, given.call.geometry
+        image = direct_convolution.in_format(input, convolution.cudnn_format(input, geometry))
+        found = iter(do(convolution.convolution_gradients, z_gradient, image, given.weight, geometry, wanted))
+        of_input = direct_convolution.in_format(next(found), memory_format(input)) if wanted[0] else None
+        return of_input, next(found) if wanted[1] else None
 
-CONTRACTIONS = {"": Contraction(), "linear": Linear(), "conv_transpose2d": ConvTranspose2d()}
+
+CONTRACTIONS = {
+    "": Contraction(),
+    "linear": Linear(),
+    "conv2d": Convolution(F.conv2d),
+    "conv_transpose2d": Convolution(F.conv_transpose2d),
+}
 _REDUCED_LINEAR = ReducedLinear()
 
 

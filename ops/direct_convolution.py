@@ -1,4 +1,7 @@
-"""Transposed convolutions of stride 1 by the project's own kernels: z with its statistics, and both gradients.
+"""Convolutions of stride 1 by the project's own kernels: z with its statistics, and both gradients.
+
+A plain convolution takes the weight's taps as they are, a transposed one takes them in reverse. In the input gradients
+it is the other way round.
 
 The kernels read and write channels_last images. Contiguous images are copied to that format a few samples at a time,
 and the backward pass handles a few samples at a time. So z is the only large buffer.
@@ -15,9 +18,10 @@ import triton
 
 from autotune_configs import convolution_config
 from ops.calls import Call, as_volume
-from ops.convolution import ConvTranspose2dGeometry, memory_format
+from ops.convolution import Geometry, memory_format
 from triton_kernels.column_sums import column_sums
 from triton_kernels.convolution import StrideOneConvolution, convolution
+from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_convolutions, takes_input
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_statistics import PartialStatistics
@@ -39,22 +43,42 @@ _TF32_CHANNELS = 8
 #: 2 x 32 x 32 pixels of 64 channels, and 8 x 128 x 128 of 8.)
 _FEWEST_TF32_CHANNELS = 64
 _FEWEST_TF32_PIXELS = 2**14
+#: Of a plain convolution's input and output, between which ours is taken to be faster than cuDNN's.
+_MOST_CHANNELS = 128
 
 
-def takes(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry, allow_tf32: bool) -> bool:
-    """Whether z is computed here: stride 1 and one group, in 16 bits, or in float32 on Hopper where TF32 may be used.
+def takes(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry, allow_tf32: bool) -> bool:
+    """Whether z is computed here: stride 1 and one group, where that is faster than cuDNN and as precise.
+
+    A transposed convolution is taken in 16 bits, and in float32 on Hopper where PyTorch would use TF32. A plain one is
+    taken in 16 bits by the kernels for Hopper alone: cuDNN's takes 1.26 ms (channels_last) at the size at which the
+    portable kernel takes 3.15 and a transposed one of cuDNN's 2.9 (H200). In float32 it is cuDNN's until it is known
+    where cuDNN uses TF32 for it.
 
     ``allow_tf32`` is PyTorch's setting when the chain was called. All else follows from the arguments, so that the fake
     and the forward pass decide alike. The backward pass is told.
     """
     if geometry.stride != (1, 1) or geometry.groups != 1 or input.shape[0] == 0:
         return False
-    if input.dtype != torch.float32:
-        return input.dtype in (torch.bfloat16, torch.float16)
-    return allow_tf32 and _is_tf32_in_cudnn(input, weight, geometry) and _is_tf32_on_hopper(input, weight, geometry)
+    if input.dtype in (torch.bfloat16, torch.float16):
+        return geometry.transposed or INTERPRETED or _beats_cudnn(input, weight, geometry)
+    is_tf32 = geometry.transposed and allow_tf32 and input.dtype == torch.float32
+    return is_tf32 and _is_tf32_in_cudnn(input, weight, geometry) and _runs_on_hopper(input, weight, geometry)
 
 
-def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
+def _beats_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
+    """Whether a plain convolution in 16 bits by the kernel for Hopper is taken to be faster than cuDNN's and a pass for
+    its statistics.
+
+    The kernel reads the whole input again for each 64 output channels, and multiplies 64 input channels at a time, of
+    which missing ones are zeros. cuDNN's tiles are wider. A chain forward takes 32 us for 56 with 64 channels (8 x 128
+    x 128), 154 for 170 with 128 (1 x 512 x 512), and 1.43 ms for 2.50 with 8 to 32 (128 x 256 x 256; 3 x 3 taps, bf16,
+    H200). More than 128 channels were not timed.
+    """
+    return max(weight.shape[:2]) <= _MOST_CHANNELS and _runs_on_hopper(input, weight, geometry)
+
+
+def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
     """Whether PyTorch certainly convolves these float32 images in TF32, where its setting allows that.
 
     PyTorch does not use cuDNN for an output padding as large as the stride, which any is here. Nor does it for dilated
@@ -72,10 +96,10 @@ def _is_tf32_in_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: ConvT
     return channels >= _FEWEST_TF32_CHANNELS and pixels >= _FEWEST_TF32_PIXELS
 
 
-def _is_tf32_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
+def _runs_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
     """Whether the Hopper kernel takes the images once they are copied. Their height and width do not matter for
     that."""
-    images = (_empty_channels_last((1, channels, 1, 1), input) for channels in weight.shape[:2])
+    images = (_empty_channels_last((1, each, 1, 1), input) for each in (input.shape[1], geometry.channels(weight)))
     on_hopper = runs_hopper_convolutions(input.device)
     return on_hopper and _hopper_kernels()[0].supports(*images, forward_convolution(geometry))
 
@@ -87,24 +111,34 @@ def _hopper_kernels():
     return convolution_hopper, weight_gradient_hopper
 
 
-def _taps(weight: torch.Tensor, *, forward: bool) -> torch.Tensor:
-    """The weight [I, O, KH, KW] as the kernels take it: [KH, KW, O, I] with its taps reversed, or [KH, KW, I, O]."""
-    order = (2, 3, 1, 0) if forward else (2, 3, 0, 1)
-    taps = torch.empty([weight.shape[axis] for axis in order], dtype=weight.dtype, device=weight.device)
-    _copy(weight, taps.permute([order.index(axis) for axis in range(4)]), _rounding(weight), backwards=forward)
+def _taps(weight: torch.Tensor, is_reversed: bool) -> torch.Tensor:
+    """The weight [A, B, KH, KW] as the kernels take it: [KH, KW, B, A] with its taps reversed, or [KH, KW, A, B]."""
+    height, width = weight.shape[2:]
+    channels = weight.shape[1::-1] if is_reversed else weight.shape[:2]
+    taps = torch.empty((height, width, *channels), dtype=weight.dtype, device=weight.device)
+    _copy(weight, _in_weights_order(taps, is_reversed), _rounding(weight), backwards=is_reversed)
     return taps
 
 
-def forward_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneConvolution:
-    """The transposed convolution as a plain one, with its taps reversed."""
+def _in_weights_order(taps: torch.Tensor, is_reversed: bool) -> torch.Tensor:
+    """A view [A, B, KH, KW] of taps, which stay reversed."""
+    return taps.permute(3, 2, 0, 1) if is_reversed else taps.permute(2, 3, 0, 1)
+
+
+def forward_convolution(geometry: Geometry) -> StrideOneConvolution:
+    """What the kernels compute of ``_taps(weight, geometry.transposed)``."""
+    return _convolution(geometry, geometry.transposed)
+
+
+def _input_gradient_convolution(geometry: Geometry) -> StrideOneConvolution:
+    """What they compute of ``_taps(weight, not geometry.transposed)`` and z's gradient."""
+    return _convolution(geometry, not geometry.transposed)
+
+
+def _convolution(geometry: Geometry, is_reversed: bool) -> StrideOneConvolution:
     sizes = zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
-    rows, columns = (padding - (size - 1) * dilation for size, dilation, padding in sizes)
+    rows, columns = (pad - (size - 1) * step if is_reversed else -pad for size, step, pad in sizes)
     return StrideOneConvolution(geometry.kernel_size, geometry.dilation, (rows, columns))
-
-
-def _input_gradient_convolution(geometry: ConvTranspose2dGeometry) -> StrideOneConvolution:
-    rows, columns = geometry.padding
-    return StrideOneConvolution(geometry.kernel_size, geometry.dilation, (-rows, -columns))
 
 
 def _spans(image: torch.Tensor) -> Iterator[slice]:
@@ -121,6 +155,15 @@ def _empty_channels_last(shape: tuple[int, ...], like: torch.Tensor, dtype: torc
 def _copy(source: torch.Tensor, target: torch.Tensor, transform=identity, *, backwards: bool = False) -> None:
     images = as_volume(source), as_volume(target)
     copy_image(*images, ImageNormConfig.fit(*images), transform, backwards=backwards)
+
+
+def in_format(image: torch.Tensor, wanted: torch.memory_format) -> torch.Tensor:
+    """The image in this memory format, copied where it is in another."""
+    if memory_format(image) == wanted:
+        return image
+    result = torch.empty_like(image, memory_format=wanted)
+    _copy(image, result)
+    return result
 
 
 def in_channels_last(image: torch.Tensor, transform=identity) -> torch.Tensor:
@@ -150,26 +193,28 @@ def _split(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def forward(
     call: Call, input: torch.Tensor, weight: torch.Tensor, operands: Sequence[Any]
 ) -> tuple[torch.Tensor, PartialStatistics | None]:
-    """z = conv_transpose2d(input, weight, bias), channels_last, and the partial statistics of what the norm takes.
+    """z, the convolution with its biases, channels_last, and the partial statistics of what the norm takes.
 
     There are none where a tensor comes between: its tiles are others.
     """
-    geometry, chain, bias = call.geometry, call.chain.of_dtype(input.dtype), operands[0]
-    B, channels = input.shape[0], weight.shape[1]
+    geometry, chain, bias = call.geometry, call.chain, operands[0]
+    B, channels = input.shape[0], geometry.channels(weight)
     height, width = geometry.output_size(*input.shape[2:])
     z = _empty_channels_last((B, channels, height, width), input)
-    taps, problem, transform = _taps(weight, forward=True), forward_convolution(geometry), _rounding(input)
+    taps, problem, transform = _taps(weight, geometry.transposed), forward_convolution(geometry), _rounding(input)
     as_it_lies = transform is identity and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
     kernels: Any = _hopper_kernels()[0] if runs_hopper_convolutions(input.device) else None
     on_hopper = kernels is not None and kernels.supports(in_format, z, problem)
     config = None if on_hopper else convolution_config(input, z, geometry.kernel_size)
     partials: PartialStatistics | None = None
-    of_norm: dict[str, Any] = {}
-    if not any(step.operand == "tensor" for step in chain.activation):
+    if any(step.operand in ("sample", "tensor") for step in chain.activation):
+        biases = len(chain.biases)
+        operands = (*operands[:biases], *[None] * (len(operands) - biases))
+    else:
         places = config.tiles(height * width) if config else kernels.partial_count(in_format, z, problem)
         partials = PartialStatistics.empty(B, places, channels, input.device)
-        of_norm = {"chain": chain, "operands": operands}
+    of_norm: dict[str, Any] = {"chain": chain, "operands": operands}
     if config is not None:
         convolution(input, taps, bias, problem, config, output=z, partials=partials, **of_norm)
         return z, partials
@@ -185,7 +230,7 @@ def backward(
     z: torch.Tensor,
     input: torch.Tensor,
     weight: torch.Tensor,
-    geometry: ConvTranspose2dGeometry,
+    geometry: Geometry,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight; None where not wanted.
@@ -195,7 +240,7 @@ def backward(
     """
     convolutions, weight_gradients = _hopper_kernels()
     config = weight_gradients.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
-    problem, taps = _input_gradient_convolution(geometry), _taps(weight, forward=False)
+    problem, taps = _input_gradient_convolution(geometry), _taps(weight, not geometry.transposed)
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
     scratch = _empty_channels_last((spans[0].stop, *z.shape[1:]), z)
@@ -236,11 +281,11 @@ def backward(
     shapes = (each.shape for each in by_pixels)
     of_taps = do(weight_gradients.by_taps, column_sums(sums), *shapes, kernel_size=geometry.kernel_size, config=config)
     weight_gradient = torch.empty_like(weight, memory_format=memory_format(weight))
-    _copy(of_taps.permute(3, 2, 0, 1), weight_gradient, backwards=True)
+    _copy(_in_weights_order(of_taps, geometry.transposed), weight_gradient, backwards=geometry.transposed)
     return input_gradient, weight_gradient
 
 
-def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: ConvTranspose2dGeometry) -> bool:
+def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: Geometry) -> bool:
     """Whether ``backward`` takes the problem: where the Hopper kernels do. Elsewhere PyTorch's gradients are as
     good."""
     if not runs_hopper_convolutions(z.device):

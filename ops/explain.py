@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autotune_configs.lookup import Found
 from ops import operators, plain
 from ops.plan import Plan
 from triton_kernels.chain import Chain
@@ -27,7 +28,8 @@ class ExplainedStep:
         name: The kernel's or the function's.
         grid: The kernel's grid. None for functions.
         config: What the launch follows, as a dataclass. None where there is nothing to choose.
-        source: Where the config is from: a table's path, "heuristic", or "fixed" where the kernel has no table.
+        source: Where the config is from: a table's path, with the kernel whose entry it is if that is another one,
+            "heuristic", or "fixed" where the kernel has no table.
     """
 
     name: str
@@ -112,13 +114,17 @@ class _Watch(TorchDispatchMode):
 
 def _explained(text: str, direction: str, plan: Plan, device: torch.device) -> ExplainedCall:
     # A kernel without a config has no source, and one whose config was not looked up has no table.
-    sources = {id(None): "", **{id(each.config): each.table or "heuristic" for each in plan.lookups}}
+    sources = {id(None): "", **{id(each.config): _source(each) for each in plan.lookups}}
     steps = [
         ExplainedStep(each.name, each.grid, each.config, sources.get(id(each.config), "fixed")) for each in plan.noted
     ]
     sizes = plan.result_bytes
     kept = sum(sizes[1:]) if direction == "forward" else 0
     return ExplainedCall(text, direction, device, tuple(steps), sum(sizes) - kept, kept, plan.buffer_bytes)
+
+
+def _source(found: Found) -> str:
+    return f"{found.table}, of {found.kin}" if found.kin else found.table or "heuristic"
 
 
 def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any) -> Explanation:

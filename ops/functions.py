@@ -1,4 +1,4 @@
-"""The public functions: each is a chain with a signature of its own."""
+"""The public functions that name all of their chain, which has a signature of its own. ``family`` has the others."""
 
 import torch
 
@@ -20,35 +20,12 @@ L19 = {
     "none": _callable(chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM, "conv_bias norm_weight norm_bias"),
     "tanh": _callable(chains.CONV_TRANSPOSE2D_GELU_TANH_GROUP_NORM, "conv_bias norm_weight norm_bias"),
 }
-LINEAR = _callable(chains.LINEAR, "bias")
 BIAS_HARDTANH_MISH = _callable(chains.BIAS_HARDTANH_MISH, "bias min_val/max_val")
-GROUP_NORM = _callable(chains.GROUP_NORM, "weight bias")
 GROUP_NORM_HARDTANH = _callable(chains.GROUP_NORM_HARDTANH, "weight bias min_val/max_val")
 GELU_GROUP_NORM = {
     "none": _callable(chains.GELU_GROUP_NORM, "weight bias"),
     "tanh": _callable(chains.GELU_TANH_GROUP_NORM, "weight bias"),
 }
-
-
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a linear layer: ``input @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
-
-    float32 products have float32's accuracy, unless PyTorch is set to allow TF32
-    (``torch.set_float32_matmul_precision``). Under autocast the layer computes in, and returns, autocast's dtype.
-
-    Args:
-        input: ``(*, in_features)``, float32, bfloat16, float16 or float64.
-        weight: ``(out_features, in_features)``.
-        bias: ``(out_features,)``, or None for no bias.
-
-    Returns:
-        ``(*, out_features)``, in the input's dtype, or autocast's.
-
-    Raises:
-        TypeError: An argument has the wrong type, dtype or layout.
-        ValueError: An argument has the wrong shape, device or value.
-    """
-    return LINEAR.apply((input, weight, bias, None))
 
 
 def bias_hardtanh_mish(
@@ -72,37 +49,6 @@ def bias_hardtanh_mish(
         ValueError: An argument has the wrong shape, device or value.
     """
     return BIAS_HARDTANH_MISH.apply((input, None, bias, None), ((min_val, max_val),))
-
-
-def group_norm(
-    input: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """Normalise groups of channels, as ``torch.nn.functional.group_norm`` does.
-
-    Each sample's channels are divided into ``num_groups`` groups of neighbours. A group is normalised with its mean and
-    its biased variance, over its channels and all further dimensions (Wu and He, Group Normalization, 2018). Both are
-    computed in float32, the mean first. ``weight`` and ``bias`` then scale and shift each channel.
-
-    Args:
-        input: ``(batch, channels, *)``, float32, bfloat16, float16 or float64.
-        num_groups: Number of groups that the channels are divided into. It must divide them.
-        weight: ``(channels,)``, or None for no scale.
-        bias: ``(channels,)``, or None for no shift.
-        eps: Added to each variance. Not negative.
-
-    Returns:
-        A tensor of the input's shape, dtype and memory format.
-
-    Raises:
-        TypeError: An argument has the wrong type, dtype or layout.
-        ValueError: An argument has the wrong shape, device or value.
-    """
-    return GROUP_NORM.apply((input, None, weight, bias, None), (), num_groups, eps)
 
 
 def group_norm_hardtanh(

@@ -1,26 +1,15 @@
 """The chains as modules, with the parameters of the plain models."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from ops import checks, convolution, functions, submodules
+from ops import checks, convolution, functions
+from ops.layers import Fused, OfImages, OfRows, convolution_and_norm, linear_and_norm
 
 
-def _linear_and_norm(
-    in_features: int, out_features: int, num_groups: int, linear_bias: bool, eps: float, device: Any, dtype: Any
-) -> tuple[nn.Linear, nn.GroupNorm]:
-    """The two layers of a chain, after a check of their arguments."""
-    sizes = checks.size("in_features", in_features), checks.size("out_features", out_features)
-    checks.dtype(dtype)
-    num_groups, eps = checks.groups(sizes[1], num_groups), checks.epsilon(eps)
-    gemm = nn.Linear(*sizes, bias=linear_bias, device=device, dtype=dtype)
-    return gemm, nn.GroupNorm(num_groups, sizes[1], eps=eps, device=device, dtype=dtype)
-
-
-class _WithBias(nn.Module):
+class _WithBias(Fused):
     """A chain that has a bias beside its layers' own."""
 
     bias: nn.Parameter
@@ -31,7 +20,7 @@ class _WithBias(nn.Module):
             nn.init.normal_(self.bias)
 
 
-class LinearHardtanhMishGroupNorm(_WithBias):
+class LinearHardtanhMishGroupNorm(_WithBias, OfRows):
     """Linear layer, bias, Hardtanh, Mish and GroupNorm: ``groupnorm(mish(hardtanh(gemm(input) + bias)))``.
 
     It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``bias``, ``groupnorm.weight`` and
@@ -53,6 +42,8 @@ class LinearHardtanhMishGroupNorm(_WithBias):
         layer(torch.randn(16, 64))  # (16, 128)
     """
 
+    _layers = {"gemm": nn.Linear, "groupnorm": nn.GroupNorm, "hardtanh": nn.Hardtanh}
+
     def __init__(
         self,
         in_features: int,
@@ -66,7 +57,9 @@ class LinearHardtanhMishGroupNorm(_WithBias):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.gemm, norm = _linear_and_norm(in_features, out_features, num_groups, linear_bias, eps, device, dtype)
+        self.gemm, norm = linear_and_norm(
+            nn.GroupNorm, in_features, out_features, num_groups, linear_bias, eps, device, dtype
+        )
         shape = checks.shape("bias_shape", bias_shape)
         if not checks.is_vector(shape, self.gemm.out_features):
             raise ValueError(f"bias_shape must be ({self.gemm.out_features},), got {shape}")
@@ -75,21 +68,17 @@ class LinearHardtanhMishGroupNorm(_WithBias):
         self.groupnorm = norm
         self.reset_parameters()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
+    def _before(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mish(self.hardtanh(values if self.bias is None else values + self.bias.view(-1)))
+
+    def _fused(self, input: torch.Tensor) -> torch.Tensor:
         gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm
-        if not submodules.are_as_made(
-            self, gemm=(gemm, nn.Linear), hardtanh=(hardtanh, nn.Hardtanh), groupnorm=(norm, nn.GroupNorm)
-        ):
-            product = gemm(input)
-            biased = product if self.bias is None else product + self.bias.view(-1)
-            activated = nn.functional.mish(hardtanh(biased))
-            return norm(activated.reshape(-1, activated.shape[-1])).view(*input.shape[:-1], -1)
+        bias = self.bias if self.bias is None or self.bias.ndim == 1 else self.bias.view(-1)
         return functions.linear_hardtanh_mish_group_norm(
             input,
             gemm.weight,
             gemm.bias,
-            self.bias,
+            bias,
             norm.num_groups,
             norm.weight,
             norm.bias,
@@ -121,6 +110,8 @@ class LinearGroupNormMin(_WithBias):
         layer(torch.randn(16, 64))  # (1, 128, 16, 1)
     """
 
+    _layers = {"gemm": nn.Linear, "group_norm": nn.GroupNorm}
+
     def __init__(
         self,
         in_features: int,
@@ -134,8 +125,8 @@ class LinearGroupNormMin(_WithBias):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.gemm, self.group_norm = _linear_and_norm(
-            in_features, out_features, num_groups, linear_bias, eps, device, dtype
+        self.gemm, self.group_norm = linear_and_norm(
+            nn.GroupNorm, in_features, out_features, num_groups, linear_bias, eps, device, dtype
         )
         shape = checks.shape("bias_shape", bias_shape)
         if not checks.is_channel_axis(shape):
@@ -143,18 +134,18 @@ class LinearGroupNormMin(_WithBias):
         self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the chain to ``input`` ``(batch, in_features)``; the result is ``(1, channels, batch, 1)``."""
+    def _one_by_one(self, input: torch.Tensor) -> torch.Tensor:
+        minimum = torch.min(self.group_norm(self.gemm(input)), dim=1, keepdim=True)[0]
+        return minimum if self.bias is None else minimum + self.bias
+
+    def _fused(self, input: torch.Tensor) -> torch.Tensor:
         gemm, norm = self.gemm, self.group_norm
-        if not submodules.are_as_made(self, gemm=(gemm, nn.Linear), group_norm=(norm, nn.GroupNorm)):
-            minimum = torch.min(norm(gemm(input)), dim=1, keepdim=True)[0]
-            return minimum if self.bias is None else minimum + self.bias
         return functions.linear_group_norm_min(
             input, gemm.weight, gemm.bias, norm.num_groups, norm.weight, norm.bias, self.bias, eps=norm.eps
         )
 
 
-class LinearGroupNormHardtanh(nn.Module):
+class LinearGroupNormHardtanh(OfRows):
     """Linear layer, GroupNorm and Hardtanh: ``hardtanh(group_norm(gemm(input)))``.
 
     It has the parameters of the plain model: ``gemm.weight``, ``gemm.bias``, ``group_norm.weight`` and
@@ -177,6 +168,8 @@ class LinearGroupNormHardtanh(nn.Module):
         layer(torch.randn(16, 64))  # (16, 128)
     """
 
+    _layers = {"gemm": nn.Linear, "group_norm": nn.GroupNorm, "hardtanh": nn.Hardtanh}
+
     def __init__(
         self,
         in_features: int,
@@ -191,8 +184,8 @@ class LinearGroupNormHardtanh(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.gemm, self.group_norm = _linear_and_norm(
-            in_features, out_features, num_groups, linear_bias, eps, device, dtype
+        self.gemm, self.group_norm = linear_and_norm(
+            nn.GroupNorm, in_features, out_features, num_groups, linear_bias, eps, device, dtype
         )
         least, most = checks.real("hardtanh_min", hardtanh_min), checks.real("hardtanh_max", hardtanh_max)
         if not least < most:  # torch.nn.Hardtanh asserts it
@@ -201,14 +194,11 @@ class LinearGroupNormHardtanh(nn.Module):
             )
         self.hardtanh = nn.Hardtanh(min_val=least, max_val=most)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the chain to ``input`` ``(*, in_features)``; the result is ``(*, out_features)``."""
+    def _after(self, values: torch.Tensor) -> torch.Tensor:
+        return self.hardtanh(values)
+
+    def _fused(self, input: torch.Tensor) -> torch.Tensor:
         gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
-        if not submodules.are_as_made(
-            self, gemm=(gemm, nn.Linear), group_norm=(norm, nn.GroupNorm), hardtanh=(hardtanh, nn.Hardtanh)
-        ):
-            z = gemm(input)
-            return hardtanh(norm(z.reshape(-1, z.shape[-1]))).view(*input.shape[:-1], -1)
         return functions.linear_group_norm_hardtanh(
             input,
             gemm.weight,
@@ -222,7 +212,7 @@ class LinearGroupNormHardtanh(nn.Module):
         )
 
 
-class ConvTranspose2dGeluGroupNorm(nn.Module):
+class ConvTranspose2dGeluGroupNorm(OfImages):
     """Transposed 2-D convolution, GELU and GroupNorm: ``group_norm(gelu(conv_transpose(input)))``.
 
     It has the parameters of the plain model: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``
@@ -246,6 +236,8 @@ class ConvTranspose2dGeluGroupNorm(nn.Module):
         layer(torch.randn(2, 3, 32, 32))  # (2, 16, 34, 34)
     """
 
+    _layers = {"conv_transpose": nn.ConvTranspose2d, "group_norm": nn.GroupNorm}
+
     def __init__(
         self,
         in_channels: int,
@@ -261,33 +253,25 @@ class ConvTranspose2dGeluGroupNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        in_channels = checks.size("in_channels", in_channels)
-        out_channels = checks.size("out_channels", out_channels)
-        checks.dtype(dtype)
-        kernel_size, stride = convolution.pair("kernel_size", kernel_size, 1), convolution.pair("stride", stride, 1)
-        num_groups, eps = checks.groups(out_channels, num_groups), checks.epsilon(eps)
-        self.conv_transpose = nn.ConvTranspose2d(
-            in_channels, out_channels, kernel_size, stride=stride, bias=conv_bias, device=device, dtype=dtype
+        self.conv_transpose, self.group_norm = convolution_and_norm(
+            nn.ConvTranspose2d,
+            in_channels,
+            out_channels,
+            num_groups,
+            conv_bias,
+            eps,
+            device,
+            dtype,
+            kernel_size=kernel_size,
+            stride=stride,
         )
-        self.group_norm = nn.GroupNorm(num_groups, out_channels, eps=eps, device=device, dtype=dtype)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the chain to ``input`` ``(batch, in_channels, height, width)``; the result has ``out_channels``."""
-        conv: Any = self.conv_transpose  # whose pairs PyTorch annotates as tuples of any length
-        norm = self.group_norm
-        if not submodules.are_as_made(self, conv_transpose=(conv, nn.ConvTranspose2d), group_norm=(norm, nn.GroupNorm)):
-            return norm(nn.functional.gelu(conv(input)))
+    def _before(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(values)
+
+    def _fused(self, input: torch.Tensor) -> torch.Tensor:
+        conv, norm = self._layer_and_norm()
+        geometry = {name: getattr(conv, name) for name in convolution.DEFAULTS}
         return functions.conv_transpose2d_gelu_group_norm(
-            input,
-            conv.weight,
-            conv.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            stride=conv.stride,
-            padding=conv.padding,
-            output_padding=conv.output_padding,
-            groups=conv.groups,
-            dilation=conv.dilation,
-            eps=norm.eps,
+            input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, **geometry, eps=norm.eps
         )

@@ -106,15 +106,16 @@ def _run_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], 
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-#: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted.
-Spec = tuple[tuple[int, ...], torch.dtype] | None
+#: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted. Where the shape is None, it is
+#: that of the result's gradient, or follows from other tensors.
+Spec = tuple[tuple[int, ...] | None, torch.dtype] | None
 
 
 def specs_of(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Spec]:
-    """The specs of a call's tensors in a row. Only those of vectors have a shape; the others' may change."""
-    has_shape = [False, False, *(step.operand == "vector" for step in call.chain.steps if step.has_tensor), True]
+    """The specs of a call's tensors in a row. That of a value's shape has none, since sizes may change."""
+    has_shape = [False, False, *(step.operand != "tensor" for step in call.chain.steps if step.has_tensor), True]
     return [
-        (tuple(each.shape) if with_shape else (), each.dtype) if each is not None and is_wanted else None
+        (tuple(each.shape) if with_shape else None, each.dtype) if each is not None and is_wanted else None
         for each, with_shape, is_wanted in zip(tensors, has_shape, wanted, strict=True)
     ]
 
@@ -122,15 +123,17 @@ def specs_of(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> list
 def _write_specs(specs: Sequence[Spec], read: Sequence[int]) -> str:
     """Specs in words, "-" for None; a star marks the tensors that are read."""
     # An integer that a compiler leaves open is settled here, and guarded.
-    words = ["-" if each is None else ",".join([str(each[1])[6:], *map(str, map(int, each[0]))]) for each in specs]
+    sizes = ["" if each is None or each[0] is None else f"({','.join(map(str, map(int, each[0])))})" for each in specs]
+    words = ["-" if each is None else str(each[1])[6:] + size for each, size in zip(specs, sizes, strict=True)]
     return " ".join([f"{word}*" if place in read else word for place, word in enumerate(words)])
 
 
 def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
     specs: list[Spec] = []
     for word in text.split():
-        name, *sizes = word.rstrip("*").split(",")
-        specs.append(None if name == "-" else (tuple(map(int, sizes)), _DTYPES[name]))
+        name, bracket, sizes = word.rstrip("*)").partition("(")
+        shape = tuple(map(int, filter(None, sizes.split(",")))) if bracket else None
+        specs.append(None if name == "-" else (shape, _DTYPES[name]))
     return specs, [place for place, word in enumerate(text.split()) if word.endswith("*")]
 
 
@@ -147,7 +150,7 @@ def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor],
     given = Arguments.of(call, [next(rest) if place in read else None for place in range(len(specs))])
     contraction = contraction_of(call.chain)
     return [
-        gradient.new_empty(spec[0] or gradient.shape, dtype=spec[1])
+        gradient.new_empty(gradient.shape if spec[0] is None else spec[0], dtype=spec[1])
         if place > 1
         else contraction.empty_gradient(place, given, gradient, kept)
         for place, spec in enumerate(specs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autotune_configs import group_norm_config, image_norm_config
-from ops.calls import Call, contiguous
+from ops.calls import Call
 from triton_kernels.chain import Chain
 from triton_kernels.group_norm import (
     WIDEST_GROUP,
@@ -45,12 +45,12 @@ def forward(call: Call, operands: Operands, z: Tensor, output: Tensor) -> list[T
         found = statistics(call, operands, z)
         normalize(call, operands, z, found, output)
         return [found]
-    z, output = z.squeeze(2), output.squeeze(2)
-    if call.chain.norm:
+    z, output, chain = z.squeeze(2), output.squeeze(2), call.chain.of_rows
+    if chain.norm:
         config = rows_config("group_norm", call, z)
-        group_norm(z, call.num_groups, call.chain, operands, call.eps, config, output=output)
+        group_norm(z, call.num_groups, chain, operands, call.eps, config, output=output)
     else:
-        pointwise(z, call.chain, operands, output=output)
+        pointwise(z, chain, operands, output=output)
     return []
 
 
@@ -63,30 +63,31 @@ def backward(
     gradients: Sequence[Tensor | None],
     known: Sequence[Tensor],
 ) -> None:
-    """Write z_gradient and the operands' ``gradients``. dy is the output's, in any shape.
+    """Write z_gradient and the operands' ``gradients``. dy is the output's.
 
     ``known`` has the statistics, where ``forward`` returned any that were kept.
     """
     if keeps_statistics(call, *z.shape[1:]):
         (found,) = known or [statistics(call, operands, z)]
         differentiation = Differentiation(call, operands, z, found, gradients)
-        differentiation.differentiate(contiguous(dy).view(z.shape), z_gradient)
+        differentiation.differentiate(dy, z_gradient)
         differentiation.finish()
         return
-    z = z.squeeze(2)
-    dy = contiguous(dy).view(z.shape)
+    z, dy, chain = z.squeeze(2), dy.squeeze(2), call.chain.of_rows
     targets: dict[str, Any] = {"input_gradient": z_gradient.squeeze(2), "gradients": gradients}
-    if call.chain.norm:
+    if chain.norm:
         config = rows_config("group_norm_backward", call, z)
-        group_norm_backward(dy, z, call.num_groups, call.chain, operands, call.eps, config, **targets)
+        group_norm_backward(dy, z, call.num_groups, chain, operands, call.eps, config, **targets)
     else:
-        pointwise_backward(dy, z, call.chain, operands, **targets)
+        pointwise_backward(dy, z, chain, operands, **targets)
 
 
-def _with_tensors(chain: Chain, each_steps: Operands, change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """What each step has, of which tensors are changed."""
+def _with_tensors(
+    chain: Chain, each_steps: Operands, change: Callable[[Tensor], Tensor], *kinds: str
+) -> tuple[Any, ...]:
+    """What each step has, of which tensors of these kinds are changed."""
     return tuple(
-        change(each) if step.operand == "tensor" and each is not None else each
+        change(each) if step.operand in kinds and each is not None else each
         for step, each in zip(chain.steps, each_steps, strict=True)
     )
 
@@ -94,15 +95,15 @@ def _with_tensors(chain: Chain, each_steps: Operands, change: Callable[[Tensor],
 def statistics(call: Call, operands: Operands, z: Tensor) -> Tensor:
     """Mean and reciprocal standard deviation [2, B * G] of what comes before the norm."""
     config = image_norm_config("image_statistics", z.shape[1] // call.num_groups, z)
-    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape))
-    return image_statistics(z, call.num_groups, call.eps, config, call.chain.of_dtype(z.dtype), operands)
+    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape), "tensor")
+    return image_statistics(z, call.num_groups, call.eps, config, call.chain, operands)
 
 
 def normalize(call: Call, operands: Operands, z: Tensor, found: Tensor, output: Tensor) -> None:
     """output = the chain of z, with the statistics that were found."""
     config = image_norm_config("image_group_norm", z.shape[1] // call.num_groups, z, output)
-    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape))
-    image_group_norm(z, found, call.chain.of_dtype(z.dtype), operands, config, output=output)
+    operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape), "tensor")
+    image_group_norm(z, found, call.chain, operands, config, output=output)
 
 
 class Differentiation:
@@ -111,9 +112,10 @@ class Differentiation:
     def __init__(
         self, call: Call, operands: Operands, z: Tensor, found: Tensor, gradients: Sequence[Tensor | None]
     ) -> None:
-        self._chain, self._z = call.chain.of_dtype(z.dtype), z
+        self._chain, self._z = call.chain, z
         self._operands, self._gradients = (
-            _with_tensors(call.chain, each, lambda tensor: tensor.view(z.shape)) for each in (operands, gradients)
+            _with_tensors(call.chain, each, lambda tensor: tensor.view(z.shape), "tensor")
+            for each in (operands, gradients)
         )
         self._statistics = found.view(2, len(z), call.num_groups)
         self._config = image_norm_config("image_group_norm_backward", z.shape[1] // call.num_groups, z)
@@ -128,7 +130,7 @@ class Differentiation:
             self._z[samples],
             self._statistics[:, samples].flatten(1),
             self._chain,
-            _with_tensors(self._chain, self._operands, lambda each: each[samples]),
+            _with_tensors(self._chain, self._operands, lambda each: each[samples], "sample", "tensor"),
             self._config,
             input_gradient=z_gradient,
             sums=[None if each is None else each[samples] for each in self._sums],

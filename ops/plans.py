@@ -1,6 +1,7 @@
 """How plans are made: one for each way in which a call's tensors may lie in memory."""
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from autotune_configs.configs import noted_lookups
 from ops.calls import Arguments, Call
 from ops.contractions import contraction_of
 from ops.plan import Plan, Planner, stand_in
+from triton_kernels.launch import call as do
+from triton_kernels.pointwise import Pointwise
 
 Tensor = torch.Tensor
 
@@ -39,6 +42,7 @@ def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -
 
     Its results are the call's and, if ``training``, what the backward pass needs.
     """
+    call = _precise(call, tensors[0])
     forward = contraction_of(call.chain).forward
     return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
@@ -48,19 +52,47 @@ def make_backward(
 ) -> Plan:
     """The plan of a call's backward pass. Its results are the wanted gradients.
 
-    ``tensors`` has those that the pass reads, and ``wanted`` in the same places (shape, dtype), or None. An empty shape
-    is that of ``gradient``, or follows from other tensors.
+    ``tensors`` has those that the pass reads, and ``wanted`` in the same places (shape, dtype), or None. A None in the
+    place of a shape stands for that of ``gradient``, or what follows from other tensors.
     """
+    call = _precise(call, gradient)
+    contraction = contraction_of(call.chain)
+    steps = [*(step for step in call.chain.steps if step.has_tensor), None]
 
     def write(stand_ins):
         dy, *others = stand_ins
         given, kept = Arguments.of(call, others[: len(tensors)]), others[len(tensors) :]
-        found = [each and torch.empty(each[0] or dy.shape, dtype=each[1], device=dy.device) for each in wanted[2:]]
-        flat = [None if each is None else each.view(-1) for each in found]
-        of_matrices = contraction_of(call.chain).backward(given, dy, kept, Arguments.of(call, [*wanted[:2], *flat]))
+        found = [
+            each and torch.empty(dy.shape if each[0] is None else each[0], dtype=each[1], device=dy.device)
+            for each in wanted[2:]
+        ]
+        channels = dy.shape[contraction.channel_axis(call)]
+        written = [
+            None if each is None else _memory_of(step, each, channels) for step, each in zip(steps, found, strict=True)
+        ]
+        of_matrices = contraction.backward(given, dy, kept, Arguments.of(call, [*wanted[:2], *written]))
+        for step, memory, each in zip(steps, written, found, strict=True):
+            if step and step.operand == "scalar" and each is not None:
+                do(_add_up, memory, each)
         return [each for each, is_wanted in zip((*of_matrices, *found), wanted, strict=True) if is_wanted]
 
     return _made([gradient, *tensors, *kept], write)
+
+
+def _precise(call: Call, tensor: Tensor | None) -> Call:
+    """The call with functions as precise as values of the tensor's dtype are."""
+    return call if tensor is None else replace(call, chain=call.chain.of_dtype(tensor.dtype))
+
+
+def _memory_of(step: Pointwise | None, gradient: Tensor, channels: int) -> Tensor:
+    """Where kernels write the gradient of a step's operand: that of one value for all is the sum of a vector's."""
+    if step and step.operand == "scalar":
+        return torch.empty(channels, dtype=torch.float32, device=gradient.device)
+    return gradient.view(step.shape(gradient.shape) if step else -1)
+
+
+def _add_up(values: Tensor, target: Tensor) -> None:
+    target.copy_(values.sum(dtype=torch.float64))
 
 
 def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]]) -> Plan:

@@ -15,13 +15,14 @@ _told: set[str] = set()
 
 
 def change(layer: nn.Module | None, kind: type[nn.Module]) -> str:
-    """Why a call of the layer does not just run the forward of PyTorch's class ``kind``; "" where it does.
+    """Why a call of the layer does not just run the forward of its class ``kind``, PyTorch's or ours; "" where it does.
 
     Hooks that are set for all modules are not seen here, but by ``has_global_hook``.
     """
     if type(layer) is not kind:
-        return f"is a {type(layer).__module__}.{type(layer).__name__}, not torch.nn.{kind.__name__} itself"
-    if _FORWARDS.get(kind) is not kind.forward or "forward" in layer.__dict__:
+        expected = f"{'torch.nn' if kind in _FORWARDS else kind.__module__}.{kind.__name__}"
+        return f"is a {type(layer).__module__}.{type(layer).__name__}, not {expected} itself"
+    if _FORWARDS.get(kind, kind.forward) is not kind.forward or "forward" in layer.__dict__:
         return "has a forward set on it that is not its class's"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "has a hook"

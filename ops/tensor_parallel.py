@@ -43,7 +43,8 @@ class Layout:
 
 
 LINEAR = Layout(weight_axis=0, axis=-1)
-CONVOLUTION = Layout(weight_axis=1, axis=1)
+CONV2D = Layout(weight_axis=0, axis=1)
+CONV_TRANSPOSE2D = Layout(weight_axis=1, axis=1)
 POINTWISE = Layout(weight_axis=None, axis=-1)
 NORM = Layout(weight_axis=None, axis=1)
 
@@ -62,10 +63,12 @@ def on_shards(
     tensors: Mapping[str, torch.Tensor | None],
     num_groups: int | None = None,
     groups: int = 1,
+    kinds: Mapping[str, str] | None = None,
 ) -> "DTensor":
     """``function(**tensors, num_groups=num_groups)``, each rank on its shards and its part of the groups.
 
-    Without ``num_groups``, the function gets none. ``groups`` are those of a convolution.
+    Without ``num_groups``, the function gets none. ``groups`` are those of a convolution. ``kinds`` has those of the
+    operands by their names (``triton_kernels.pointwise.Pointwise``); other tensors are vectors.
 
     All but the placements of ``tensors`` is checked before. Raises TypeError where one of them is no DTensor. Raises
     ValueError where one is on another mesh, where the weight is sharded along an axis other than its channels, and
@@ -86,8 +89,13 @@ def on_shards(
 
     shares: dict[str, torch.Tensor | None] = dict.fromkeys(tensors)
     for name, tensor in given.items():
+        kind = (kinds or {}).get(name)
         channels = Shard(_channels_of(layout, name, tensor))
-        if name != "input":
+        if kind in ("sample", "tensor"):
+            placements = of_gradient = placed(Shard(1 if kind == "sample" else layout.axis % tensor.ndim))
+        elif kind == "scalar":
+            placements, of_gradient = placed(Replicate(), Replicate()), placed(Partial(), Partial())
+        elif name != "input":
             placements, of_gradient = placed(channels, Replicate()), placed(channels, Partial())
         elif layout.weight_axis is None:
             placements = of_gradient = placed(channels)
@@ -135,7 +143,8 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
     """Shard a module's own parameters along their channels: a ``partition_fn`` for PyTorch's ``distribute_module``.
 
     It is meant for the modules of this package and the layers inside them. A parameter's channels are known for
-    ``nn.Linear``, ``nn.ConvTranspose2d`` and ``nn.GroupNorm``, and for a vector with any axes of length one.
+    ``nn.Linear``, ``nn.Conv2d``, ``nn.ConvTranspose2d`` and ``nn.GroupNorm``, and for a vector with any axes of length
+    one.
 
     Args:
         name: Not used; ``distribute_module`` passes it.
@@ -162,7 +171,7 @@ def shard_channels(name: str, module: torch.nn.Module, mesh: "DeviceMesh") -> No
 
 
 def _channels_in(module: torch.nn.Module, key: str, parameter: torch.Tensor) -> int:
-    if isinstance(module, torch.nn.Linear):
+    if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
         return 0
     if isinstance(module, torch.nn.ConvTranspose2d) and key == "weight":
         return 1
@@ -178,7 +187,7 @@ def _channels_of(layout: Layout, name: str, tensor: torch.Tensor) -> int:
         return layout.axis % tensor.ndim
     if name == "weight" and layout.weight_axis is not None:
         return layout.weight_axis
-    return tensor.ndim - 1  # of a vector, after any axes of length one
+    return next((axis for axis, size in enumerate(tensor.shape) if size != 1), 0)  # of a vector
 
 
 def _on_one_mesh(tensors: Mapping[str, torch.Tensor | None]) -> tuple["DeviceMesh", dict[str, "DTensor"]]:

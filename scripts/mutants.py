@@ -81,7 +81,8 @@ TESTS = {
     "ops/checks.py": ["ops/test_module_options.py", "ops/test_numbers.py"],
     "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
     "ops/*conv*.py": [
-        f"ops/test_{name}.py" for name in ("conv_transpose2d_gelu_group_norm", "direct_convolution", "operators")
+        f"ops/test_{name}.py"
+        for name in ("conv_transpose2d_gelu_group_norm", "conv2d_group_norm", "direct_convolution", "operators")
     ],
     "ops/contractions.py": CHAINS,
     "ops/passes.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],

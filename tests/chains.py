@@ -27,11 +27,23 @@ def _shifted(z, bias):
     return z if bias is None else z + bias
 
 
+#: What ``Chain.before_jumps`` collects while a plain chain runs.
+_noted: list[tuple[torch.Tensor, tuple[float, ...] | None]] | None = None
+
+
+def note(values: torch.Tensor, jumps: tuple[float, ...] | None) -> torch.Tensor:
+    """``values``, at some of which the next function or its gradient jumps: None for those of the least of a row."""
+    if _noted is not None and jumps != ():
+        _noted.append((values, jumps))
+    return values
+
+
 def hardtanh(z, min_val, max_val):
     """F.hardtanh with its CUDA kernel's gradient everywhere: 0 at and beyond the bounds, else passed on, for NaN too.
 
     On the CPU, PyTorch's vectorised kernel stops it at a NaN and the one for the remaining elements does not.
     """
+    note(z, (min_val, max_val))
     return torch.where((z <= min_val) | (z >= max_val), F.hardtanh(z.detach(), min_val, max_val), z)
 
 
@@ -66,7 +78,7 @@ def plain_linear_group_norm_min(
     input, weight, linear_bias, num_groups, norm_weight=None, norm_bias=None, bias=None, eps=1e-5
 ):
     normalized = _norm(F.linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias, eps)
-    return _shifted(torch.min(normalized, dim=1, keepdim=True)[0], bias)
+    return _shifted(torch.min(note(normalized, None), dim=1, keepdim=True)[0], bias)
 
 
 def plain_linear_group_norm_hardtanh(
@@ -96,37 +108,28 @@ def plain_conv_transpose2d_gelu_group_norm(
     return _norm(F.gelu(z, approximate=approximate), num_groups, norm_weight, norm_bias, eps)
 
 
-def _before_bias_hardtanh_mish(arguments):
-    return _shifted(arguments["input"], arguments["bias"])
-
-
-def _before_group_norm_hardtanh(arguments):
-    return _norm(*(arguments.get(name) for name in ("input", "num_groups", "weight", "bias")))
-
-
-def _before_linear_hardtanh_mish_group_norm(arguments):
-    linear = F.linear(arguments["input"], arguments["weight"], arguments["linear_bias"])
-    return _rows(_shifted(linear, arguments["bias"]))
-
-
-def _before_linear_group_norm(arguments):
-    z = _rows(F.linear(arguments["input"], arguments["weight"], arguments["linear_bias"]))
-    return _norm(z, arguments["num_groups"], arguments["norm_weight"], arguments["norm_bias"])
-
-
 @dataclass(frozen=True)
 class Chain:
-    """A function of ``ops``, the same in plain torch, and the values whose place beside a jump decides its gradient."""
+    """A function of ``ops`` and the same in plain torch, which notes the values before each jump."""
 
     name: str
     plain: Callable[..., torch.Tensor]
-    #: arguments -> [samples, ...]; None where there is no jump
-    before_jump: Callable[[dict], torch.Tensor] | None = None
     vectors: tuple[str, ...] = ()
 
     @property
     def function(self) -> Callable[..., torch.Tensor]:
         return getattr(ops, self.name)
+
+    def before_jumps(self, arguments: dict) -> list[tuple[torch.Tensor, tuple[float, ...] | None]]:
+        """The values whose place beside a jump decides the gradient, each with the jumps (``note``)."""
+        global _noted
+        _noted = noted = []
+        try:
+            with torch.no_grad():
+                self.plain(**arguments)
+        finally:
+            _noted = None
+        return noted
 
     @property
     def is_linear(self) -> bool:
@@ -148,30 +151,23 @@ class Chain:
 
 
 LINEAR = Chain("linear", plain_linear, vectors=("bias",))
-BIAS_HARDTANH_MISH = Chain(
-    "bias_hardtanh_mish", plain_bias_hardtanh_mish, _before_bias_hardtanh_mish, vectors=("bias",)
-)
+BIAS_HARDTANH_MISH = Chain("bias_hardtanh_mish", plain_bias_hardtanh_mish, vectors=("bias",))
 GROUP_NORM = Chain("group_norm", plain_group_norm, vectors=("weight", "bias"))
-GROUP_NORM_HARDTANH = Chain(
-    "group_norm_hardtanh", plain_group_norm_hardtanh, _before_group_norm_hardtanh, vectors=("weight", "bias")
-)
+GROUP_NORM_HARDTANH = Chain("group_norm_hardtanh", plain_group_norm_hardtanh, vectors=("weight", "bias"))
 GELU_GROUP_NORM = Chain("gelu_group_norm", plain_gelu_group_norm, vectors=("weight", "bias"))
 L94 = Chain(
     "linear_hardtanh_mish_group_norm",
     plain_linear_hardtanh_mish_group_norm,
-    _before_linear_hardtanh_mish_group_norm,
     vectors=("linear_bias", "bias", "norm_weight", "norm_bias"),
 )
 L75 = Chain(
     "linear_group_norm_min",
     plain_linear_group_norm_min,
-    _before_linear_group_norm,
     vectors=("linear_bias", "norm_weight", "norm_bias", "bias"),
 )
 L30 = Chain(
     "linear_group_norm_hardtanh",
     plain_linear_group_norm_hardtanh,
-    _before_linear_group_norm,
     vectors=("linear_bias", "norm_weight", "norm_bias"),
 )
 L19 = Chain(
@@ -291,7 +287,7 @@ def _bounds(chain, arguments, kind, dtype) -> tuple[float, float]:
         return -1.0 - 2.0**-5, 1.0 + 2.0**-5
     if kind == "normal" and dtype in (torch.float32, torch.float64):
         return -1.0, 1.0
-    values = chain.before_jump(doubled(arguments))
+    values = chain.before_jumps(doubled(arguments))[0][0]
     if values.numel() == 0:
         return -1.0, 1.0
     size = float(torch.quantile(values.abs().flatten()[: 2**20].float(), 0.97)) or 1.0

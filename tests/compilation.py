@@ -2,6 +2,10 @@
 
 import torch
 
+from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import kernel_of
+from autotune_configs.problem import Problem
+from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.versions import VERSION
 
 META = torch.device("meta")
@@ -16,3 +20,10 @@ def more_spills(arch: int) -> int:
     3.8 and 3.9 spill up to 64 more. For sm_120, 3.6 leaves some bytes on the stack where 3.7 leaves none.
     """
     return 64 if VERSION > (3, 7) or (VERSION < (3, 7) and arch == 120) else 0
+
+
+def norm_configs(dtype: torch.dtype, *sizes: int) -> list[GroupNormConfig]:
+    """The heuristic's configs of a norm's kernels, forward and backward, for a problem of these sizes."""
+    names = "group_norm", "group_norm_backward"
+    problems = [Problem(name, str(dtype).removeprefix("torch."), sizes) for name in names]
+    return [kernel_of(each.kernel).heuristic(each, Gpu.of(META)) for each in problems]

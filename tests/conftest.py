@@ -93,6 +93,9 @@ hypothesis.settings.register_profile(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
+hypothesis.settings.register_profile(
+    "exhaustive", hypothesis.settings.get_profile("ci"), derandomize=False, max_examples=12000
+)
 hypothesis.settings.load_profile("ci")
 
 

@@ -1,12 +1,15 @@
 """Promise: results and gradients are no less accurate than PyTorch's own, at every dtype and on any kind of data."""
 
+import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests import accuracy
-from tests.accuracy import check, draw_grad_output, run
+from tests.accuracy import check, check_draws, draw_grad_output, run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
@@ -21,6 +24,7 @@ from tests.chains import (
     make_arguments,
     tensors_of,
 )
+from tests.ops.compositions import compose
 
 KINDS = ("normal", "positive", "wide", "spike", "exact")
 
@@ -64,6 +68,44 @@ def test_unsafe_samples_are_few(chain):
     arguments = make_arguments(chain, Problem(rows=70, depth=72, groups=5, group_size=16), torch.float16)
     grad_output = draw_grad_output(chain, arguments)
     assert (grad_output != 0).float().mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    "jumps, exact, rounded, unsafe",
+    [
+        ((0.5,), [0.51, 2.0], [0.516, 2.0], True),
+        ((0.5,), [0.52, 2.0], [0.525, 2.0], False),
+        ((0.5,), [0.52, 2.0], [0.52, 2.02], True),
+        ((0.5,), [0.5, 2.0], [0.5, 2.01], False),
+        ((0.5,), [0.5 + 2**-40, 2.0], [0.5, 2.0], True),
+        ((math.inf, 0.5), [math.nan, 2.0], [math.nan, 2.0], False),
+        ((0.5,), [0.51, math.inf], [0.51, math.inf], False),
+        ((0.5,), [math.nan, 2.0], [3.0, 2.0], True),
+        ((0.5,), [7e4, math.nan], [math.inf, math.nan], True),
+        ((-math.inf, math.inf), [0.5, math.inf], [0.5, math.inf], False),
+        (None, [3.0, 1.02, 1.0], [3.0, 1.03, 1.0], True),
+        (None, [3.0, 1.02, 1.0], [3.0, 1.021, 1.0], False),
+        (None, [1.0], [2.0], False),
+    ],
+)
+def test_what_is_near_a_jump(jumps, exact, rounded, unsafe):
+    """Twice the sample's largest deviation. What is not finite deviates where it is so in one of both alone."""
+    exact, rounded = torch.tensor([exact, [9.0] * len(exact)], dtype=torch.float64), torch.tensor([rounded] * 2)
+    rounded[1] = 9.0
+    expected = [unsafe, jumps is None and exact.shape[1] > 1]
+    assert accuracy._unsafe_samples(exact, rounded, jumps).tolist() == expected
+
+
+def test_each_step_has_its_jumps():
+    """A norm between two of them, and steps without one."""
+    composition = compose("linear_group_norm", ("mish", "relu", "mul_vector"), ("add_number", "hardtanh", "gelu"))
+    arguments = composition.arguments()
+    (z, first), (normalized, second) = composition.before_jumps(arguments)
+    assert (first, second) == ((0.0,), (-0.75, 0.5))
+    torch.testing.assert_close(z, F.mish(F.linear(*(arguments[name] for name in ("input", "weight", "linear_bias")))))
+    scaled = (z.relu() * arguments["before2"]).flatten(0, 1)
+    expected = F.group_norm(scaled, 2, arguments["norm_weight"], arguments["norm_bias"]) + 0.3
+    torch.testing.assert_close(normalized.flatten(0, 1), expected)
 
 
 # What the rule catches. In place of ours stands PyTorch's own chain, spoiled: that costs no kernels.
@@ -203,3 +245,28 @@ def test_small_cases_are_judged_together(truncated, monkeypatch):
             together.judge()
     else:
         together.judge()
+
+
+@pytest.mark.parametrize(
+    "factor, always, passes", [(2.5, False, True), (2.5, True, False), (9.0, False, False)], ids=str
+)
+def test_what_chance_may_make_red(factor, always, passes, monkeypatch):
+    """One draw of sixty of 2.5 times PyTorch's error; not all of them, and not one of nine times."""
+
+    def draw(seed):
+        return make_arguments(LINEAR, Problem(60, 24, 4, 8), torch.bfloat16, seed=seed)
+
+    first = draw(0)["input"]
+
+    def results(arguments, grad_output):
+        own = run(LINEAR.plain, arguments, grad_output)
+        exact = LINEAR.plain(**doubled(arguments))
+        if always or torch.equal(arguments["input"], first):
+            own["output"] = (exact + factor * (own["output"] - exact)).bfloat16()
+        return own
+
+    stand_in(monkeypatch, LINEAR, results)
+    with pytest.raises(AssertionError, match="^output: "):
+        check(LINEAR, draw(0))
+    with nullcontext() if passes else pytest.raises(AssertionError, match="and of 60 draws"):
+        check_draws(LINEAR, draw)

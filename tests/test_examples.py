@@ -44,7 +44,7 @@ def test_example_is_short(example):
     assert text.startswith('"""')
 
 
-@pytest.mark.parametrize("page", ["adopting", "architecture", "fuse"])
+@pytest.mark.parametrize("page", ["adopting", "architecture", "fuse", "interface"])
 def test_pages(page, tmp_path):
     """A guide's snippets, one after another, from a file: Triton reads the source of jit functions."""
     snippets = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)

@@ -105,6 +105,10 @@ HOPPER_CONVOLUTIONS = {
     "40-72-2x3-padding": (Problem(3, 40, 6, 12, pixels=(21, 40), kernel=(2, 3)), {"padding": (1, 1)}),
     "40-72-3x2-dilation": (Problem(3, 40, 6, 12, pixels=(21, 39), kernel=(3, 2)), {"dilation": (2, 1)}),
     "128-64-1x1": (Problem(3, 128, 4, 16, pixels=(21, 40), kernel=(1, 1)), {}),
+    # As plain convolutions have them: an output of the input's size, or smaller.
+    "3x3-same": (Problem(3, 64, 4, 16, pixels=(21, 32)), {"padding": (1, 1)}),
+    "128-128-3x3-inside": (Problem(2, 128, 8, 16, pixels=(21, 34)), {"padding": (2, 2)}),
+    "32-48-3x3-wide": (Problem(2, 32, 4, 12, pixels=(9, 15)), {"dilation": (2, 3), "padding": (4, 6)}),
     "more-tiles-than-programs": (Problem(5, 64, 4, 16, pixels=(254, 254)), {}),
 }
 
@@ -166,6 +170,8 @@ WEIGHT_GRADIENTS = {
     "64-128-3x1-dilation": (Problem(5, 64, 1, 128, pixels=(20, 27), kernel=(3, 1)), {"dilation": (2, 1)}),
     "8-136-3x2": (Problem(1, 8, 1, 136, pixels=(20, 27), kernel=(3, 2)), {}),
     "smaller-gradient": (Problem(3, 64, 1, 64, pixels=(33, 40)), {"padding": (2, 2)}),
+    "same-size": (Problem(3, 64, 1, 64, pixels=(33, 40)), {"padding": (1, 1)}),
+    "128-128-same-size": (Problem(1, 128, 1, 128, pixels=(21, 33)), {"padding": (1, 1)}),
 }
 
 

@@ -58,13 +58,13 @@ def image_arguments(problem, geometry, dtype, format, **options):
     return {**arguments, "input": arguments["input"].to(memory_format=format)}
 
 
-def check_images(arguments, format):
-    """The accuracy rule for L19, with a gradient in either memory format, and the formats of what it returns."""
+def check_images(arguments, format, chain=L19):
+    """The accuracy rule, with a gradient in either memory format, and the formats of what the chain returns."""
     for gradient_format in FORMATS:
-        grad_output = draw_grad_output(L19, arguments).contiguous(memory_format=gradient_format)
-        check(L19, arguments, grad_output)
-    check_inference(L19, arguments)
-    results = run(L19.function, arguments, grad_output)
+        grad_output = draw_grad_output(chain, arguments).contiguous(memory_format=gradient_format)
+        check(chain, arguments, grad_output)
+    check_inference(chain, arguments)
+    results = run(chain.function, arguments, grad_output)
     for name in ("output", "input"):
         assert results[name].is_contiguous(memory_format=format), name
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from autotune_configs import lookup
-from autotune_configs.heuristics import heuristic_group_norm_config
 from tests.accuracy import draw_grad_output, run
 from tests.chains import (
     BIAS_HARDTANH_MISH,
@@ -23,6 +22,7 @@ from tests.chains import (
     chain_id,
     make_arguments,
 )
+from tests.compilation import norm_configs
 from triton_kernels import chains, column_sums, grid, group_norm, row_minimum, row_minimum_backward
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -62,12 +62,12 @@ def test_pointwise(grids, shape):
 def test_group_norm(grids, shape, group_size):
     rows, channels = shape[0], max(shape[1], group_size)
     matrix, vector = empty(rows, channels), empty(channels)
-    config = heuristic_group_norm_config(rows, channels, group_size)
+    configs = norm_configs(torch.float32, rows, channels, group_size)
     groups, vectors = channels // group_size, (vector, vector, (-1.0, 1.0), None, vector, vector)
-    arguments = (matrix, groups, chains.LINEAR_HARDTANH_MISH_GROUP_NORM, vectors, 1e-5, config)
-    group_norm.group_norm(*arguments, output=matrix)
+    arguments = (matrix, groups, chains.LINEAR_HARDTANH_MISH_GROUP_NORM, vectors, 1e-5)
+    group_norm.group_norm(*arguments, configs[0], output=matrix)
     gradients = (vector, vector, None, None, vector, vector)
-    group_norm.group_norm_backward(matrix, *arguments, input_gradient=matrix, gradients=gradients)
+    group_norm.group_norm_backward(matrix, *arguments, configs[1], input_gradient=matrix, gradients=gradients)
 
 
 @pytest.mark.parametrize("group_size", [1, 8192])

@@ -14,6 +14,7 @@ from typing_extensions import assert_type
 
 import autotune_configs
 import ops
+from ops import pointwise as p
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
@@ -37,7 +38,14 @@ def test_functions_of_a_user() -> None:
     assert_type(ops.linear_group_norm_min(rows, weight, vector, 3, bias=vector.view(1, 6, 1, 1)), torch.Tensor)
     assert_type(ops.linear_group_norm_hardtanh(rows, weight, vector, 3, max_val=2.0), torch.Tensor)
     assert_type(ops.reference.linear_group_norm_hardtanh(rows, weight, vector, 3), torch.Tensor)
+    steps = p.hardtanh(-2, 2), p.gelu("tanh"), p.add(vector), p.mul(2)
+    assert_type(p.mish(), p.Step)
+    assert_type(ops.linear(rows, weight, after=steps), torch.Tensor)
+    assert_type(ops.linear_group_norm(rows, weight, None, 2, vector, before=steps, after=[p.mish()]), torch.Tensor)
+    assert_type(ops.linear_layer_norm(rows, weight, None, vector, before=steps), torch.Tensor)
+    assert_type(ops.layer_norm(rows, (8,), after=(p.mish(),)), torch.Tensor)
     image, taps = torch.randn(1, 3, 4, 4), torch.randn(3, 4, 3, 3)
+    assert_type(ops.conv_transpose2d_group_norm(image, taps, None, 2, padding=1, before=steps[:2]), torch.Tensor)
     assert_type(ops.conv_transpose2d_gelu_group_norm(image, taps, None, 2, stride=2, padding=(1, 1)), torch.Tensor)
 
 
@@ -54,6 +62,19 @@ def test_modules_of_a_user() -> None:
     convolution = ops.ConvTranspose2dGeluGroupNorm(3, 4, 3, (1, 1), groups=4, num_groups=2, device="cpu", eps=1e-3)
     assert_type(convolution.conv_transpose, torch.nn.ConvTranspose2d)
     assert_type(convolution.forward(torch.randn(1, 3, 4, 4)), torch.Tensor)
+    composed = ops.LinearGroupNorm(8, 6, 3, before=(p.mish(),), after=[p.silu(), p.mul(2)], bias=False, eps=1e-3)
+    assert_type(composed.linear, torch.nn.Linear)
+    assert_type(composed.norm, torch.nn.GroupNorm)
+    assert_type(composed.after.steps, tuple[p.Step, ...])
+    assert_type(composed.forward(torch.randn(4, 8)), torch.Tensor)
+    assert_type(ops.LinearLayerNorm(8, 6, after=(p.gelu(),)).norm, torch.nn.LayerNorm)
+    transposed = ops.ConvTranspose2dGroupNorm(3, 4, 3, 2, stride=(2, 1), after=(p.silu(),))
+    assert_type(transposed.conv_transpose, torch.nn.ConvTranspose2d)
+    assert_type(ops.Conv2dGroupNorm(3, 4, 3, 2, padding="same", after=(p.silu(),)).conv, torch.nn.Conv2d)
+    norm: torch.nn.GroupNorm = ops.GroupNorm(2, 8, after=(p.silu(),))
+    assert_type(norm.forward(torch.randn(4, 8)), torch.Tensor)
+    assert_type(ops.Linear(8, 6, after=(p.silu(),)).bias, torch.nn.Parameter)
+    assert_type(ops.LayerNorm((8,), device="cpu", after=(p.gelu(),)).forward(torch.randn(4, 8)), torch.Tensor)
 
 
 def test_wrong_arguments_of_a_user() -> None:
@@ -78,6 +99,8 @@ def test_wrong_arguments_of_a_user() -> None:
         ops.linear_group_norm_min(rows, weight, None, 2, None, None, None, 1e-5)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         ops.LinearGroupNormHardtanh(8, 6, 2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="after"):
+        ops.LinearGroupNorm(8, 6, 2, after=p.silu())  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         ops.group_normalization(rows, 2)  # type: ignore[attr-defined]
 

@@ -40,7 +40,7 @@ class Chain:
     """contraction → ``before`` → norm → ``after`` → reduction.
 
     Args:
-        contraction: "linear", "conv_transpose2d", or "" for none. It has a bias, which may be absent.
+        contraction: "linear", "conv2d", "conv_transpose2d", or "" for none. It has a bias, which may be absent.
         before: Pointwise functions before the norm.
         norm: "group_norm", or "" for none. It has a weight and a bias, which may be absent.
         after: Pointwise functions after the norm. Without one, they follow those before it.
@@ -54,6 +54,11 @@ class Chain:
     reduction: Reduction | None = None
 
     def __post_init__(self):
+        for name, steps in (("before", self.before), ("after", self.after)):
+            for place, step in enumerate(steps):
+                if step.earlier > place:
+                    most = f"at most {place} steps, to where {name} begins"
+                    raise ValueError(f"{name}[{place}] must reach back {most}, got {step.operand}")
         if not self.norm and self.after:
             object.__setattr__(self, "before", self.before + self.after)
             object.__setattr__(self, "after", ())
@@ -77,10 +82,19 @@ class Chain:
 
     @cached_property
     def biases(self) -> tuple[Pointwise, ...]:
-        """The first steps, as far as they add vectors: z is what they make of the contraction's result."""
+        """The first steps, as far as they add vectors: z is what they make of the contraction's result.
+
+        A value that a later step takes is z or comes after it.
+        """
         steps = self._first
-        count = next((place for place, step in enumerate(steps) if not step.adds_vector), len(steps))
-        return steps[:count]
+        ends = [place for place, step in enumerate(steps) if not step.adds_vector]
+        return steps[: min([len(steps), *ends, *_reached(steps)])]
+
+    @cached_property
+    def reached(self) -> tuple[bool, ...]:
+        """Of each step whether its value, what it is applied to, is a later step's operand too."""
+        places = _reached(self.steps)
+        return tuple([place in places for place in range(len(self.steps))])
 
     @cached_property
     def activation(self) -> tuple[Pointwise, ...]:
@@ -92,9 +106,16 @@ class Chain:
         """The steps after the norm, which begin with its weight and its bias."""
         return ((MUL, ADD) if self.norm else ()) + self.after
 
-    @property
+    @cached_property
     def _first(self) -> tuple[Pointwise, ...]:
-        return ((ADD,) if self.contraction else ()) + self.before
+        """The steps before the norm. The value that it takes is rounded, whichever of the last steps is absent: see
+        ``rounded_product``."""
+        before = list(self.before)
+        for place in reversed(range(len(before) if self.norm else 0)):
+            before[place] = before[place].rounded
+            if not before[place].has_tensor:
+                break
+        return ((ADD,) if self.contraction else ()) + tuple(before)
 
     @cached_property
     def norm_place(self) -> int:
@@ -110,6 +131,15 @@ class Chain:
         before, after = (tuple(step.form(dtype) for step in steps) for steps in (self.before, self.after))
         return self if (before, after) == (self.before, self.after) else replace(self, before=before, after=after)
 
+    @property
+    def of_rows(self) -> "Chain":
+        """The chain where a sample is a row, so that one value a channel of each sample is one a value."""
+        before, after = (
+            tuple(step.with_operand("tensor") if step.operand == "sample" else step for step in steps)
+            for steps in (self.before, self.after)
+        )
+        return self if (before, after) == (self.before, self.after) else replace(self, before=before, after=after)
+
     @cached_property
     def cache_key(self) -> str:
         """What compiled kernels depend on."""
@@ -119,10 +149,7 @@ class Chain:
     @cached_property
     def kernel(self) -> str:
         """The name of its product's kernel in tables: linear_hardtanh_mish_group_norm, linear_group_norm_mul_vector."""
-        before, after = (
-            [f"{step.name}_{step.operand}" if step.has_tensor else step.name for step in steps]
-            for steps in (self.activation, self.after)
-        )
+        before, after = ([step.part for step in steps] for steps in (self.activation, self.after))
         names = [*before, self.norm, *after]
         names += [self.reduction.name] if self.reduction else []
         return "_".join([self.contraction, *(filter(None, names) if any(names) else ["bias"])]).strip("_")
@@ -135,7 +162,7 @@ class Chain:
         """
         biases = len(self.biases)
         vectors = [
-            gradient if step.operand == "vector" else None for step, gradient in zip(self.steps, gradients, strict=True)
+            None if step.operand == "tensor" else gradient for step, gradient in zip(self.steps, gradients, strict=True)
         ]
         sums = empty_partials(vectors, chunks)
         stored = sums[:biases]
@@ -145,8 +172,11 @@ class Chain:
             stored = [each if each is first else None for each in stored]
         partials = [gradient if each is None else each for each, gradient in zip(sums, gradients, strict=True)]
         kept = [place for place in range(biases, len(self.steps)) if self.has_gradient(place, operands)]
-        others, kinds = tuple(partials[place] for place in kept), tuple(self.steps[place].operand for place in kept)
-        return tuple(stored), others, kinds, partials
+        return tuple(stored), tuple(partials[place] for place in kept), self.kinds(kept), partials
+
+    def kinds(self, places: Sequence[int]) -> tuple[str, ...]:
+        """What kernels take the operands at these places for: a tensor's gradient is stored, a vector's added up."""
+        return tuple("tensor" if self.steps[place].operand == "tensor" else "vector" for place in places)
 
     def has_gradient(self, place: int, operands: Sequence[Any]) -> bool:
         """Whether ``steps_gradient`` returns one of the operand of the step at ``place``."""
@@ -163,6 +193,11 @@ def chain_of(kernel: str) -> Chain | None:
     return _chains.get(kernel)
 
 
+def _reached(steps: Sequence[Pointwise]) -> set[int]:
+    """The places of the steps whose value is a later step's operand."""
+    return {place - step.earlier for place, step in enumerate(steps) if step.earlier}
+
+
 @triton.jit
 def no_sums(tile, KINDS: tl.constexpr):
     """A tile of zeros for each of KINDS."""
@@ -173,18 +208,26 @@ def no_sums(tile, KINDS: tl.constexpr):
 
 
 @triton.jit
-def add_gradients(sums, gradients, targets, place, inside, POINTERS: tl.constexpr, KINDS: tl.constexpr):
-    """The sums with the gradients of vectors added; those of tensors are stored where POINTERS says."""
-    added = ()
+def added(sum, values, AXIS: tl.constexpr):
+    """sum + values, which are added up first along an axis if it is not None: one that a thread holds whole."""
+    return sum + (values if AXIS is None else tl.sum(values, AXIS, keep_dims=True))
+
+
+@triton.jit
+def add_gradients(
+    sums, gradients, targets, place, inside, POINTERS: tl.constexpr, KINDS: tl.constexpr, AXIS: tl.constexpr = None
+):
+    """The sums with the gradients of vectors ``added``; those of tensors are stored where POINTERS says."""
+    found = ()
     for i in tl.static_range(len(KINDS)):
         if KINDS[i] == "vector":
-            added = added + (sums[i] + tl.where(inside, gradients[i], 0.0),)
+            found = found + (added(sums[i], tl.where(inside, gradients[i], 0.0), AXIS),)
         else:
-            added = added + (sums[i],)
+            found = found + (sums[i],)
             if targets[i] is not None:
                 pointers = POINTERS(targets[i], place, inside)
                 tl.store(pointers, gradients[i].to(pointers.dtype.element_ty), mask=inside)
-    return added
+    return found
 
 
 @triton.jit
@@ -196,14 +239,25 @@ def store_gradients(sums, targets, place, real, AXIS: tl.constexpr, KINDS: tl.co
 
 
 @triton.jit
-def apply_steps(value, operands, CHAIN: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
-    """What the steps FIRST to END make of a value. ``operands`` are loaded, as by ``load_vectors``."""
+def values_of_steps(value, operands, CHAIN: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
+    """A value, and what each of the steps FIRST to END makes of it. ``operands`` are loaded, as by ``load_vectors``."""
+    values = (value,)
     for i in tl.static_range(FIRST, END):
-        if CHAIN.steps[i].operand == "":
+        if CHAIN.steps[i].earlier > 0:
+            value = CHAIN.steps[i].function(value, values[i - FIRST - CHAIN.steps[i].earlier])
+        elif CHAIN.steps[i].operand == "":
             value = CHAIN.steps[i].function(value, None)
         elif len(operands[i]) > 0:
             value = CHAIN.steps[i].function(value, operands[i][0])
-    return value
+        values = values + (value,)
+    return values
+
+
+@triton.jit
+def apply_steps(value, operands, CHAIN: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
+    """What the steps FIRST to END make of a value."""
+    values = values_of_steps(value, operands, CHAIN, FIRST, END)
+    return values[END - FIRST]
 
 
 @triton.jit
@@ -212,41 +266,49 @@ def steps_gradient(gradient, value, operands, CHAIN: tl.constexpr, FIRST: tl.con
 
     Absent ones are left out, but for those that are added: their gradient does not depend on them.
     """
+    values = values_of_steps(value, operands, CHAIN, FIRST, END)
     of_operands = ()
-    if FIRST < END:
-        if CHAIN.steps[FIRST].operand == "":
-            inner = CHAIN.steps[FIRST].function(value, None)
-            gradient, of_operands = steps_gradient(gradient, inner, operands, CHAIN, FIRST + 1, END)
-            gradient = CHAIN.steps[FIRST].gradient(gradient, value, None)
-        elif len(operands[FIRST]) > 0:
-            inner = CHAIN.steps[FIRST].function(value, operands[FIRST][0])
-            gradient, of_operands = steps_gradient(gradient, inner, operands, CHAIN, FIRST + 1, END)
-            if CHAIN.steps[FIRST].has_tensor:
-                gradient, own = CHAIN.steps[FIRST].gradient(gradient, value, operands[FIRST][0])
-                of_operands = (own,) + of_operands
-            else:
-                gradient = CHAIN.steps[FIRST].gradient(gradient, value, operands[FIRST][0])
-        else:
-            gradient, of_operands = steps_gradient(gradient, value, operands, CHAIN, FIRST + 1, END)
-            if CHAIN.steps[FIRST].adds:
+    passed = ()  # of each step that came: to the earlier value that it takes, or just anything
+    for i in tl.static_range(END - 1, FIRST - 1, -1):
+        own = gradient
+        if CHAIN.steps[i].earlier > 0:
+            earlier = values[i - FIRST - CHAIN.steps[i].earlier]
+            gradient, own = CHAIN.steps[i].gradient(gradient, values[i - FIRST], earlier)
+        elif CHAIN.steps[i].operand == "":
+            gradient = CHAIN.steps[i].gradient(gradient, values[i - FIRST], None)
+        elif len(operands[i]) == 0:
+            if CHAIN.steps[i].adds:
                 of_operands = (gradient,) + of_operands
+        elif CHAIN.steps[i].has_tensor:
+            gradient, own = CHAIN.steps[i].gradient(gradient, values[i - FIRST], operands[i][0])
+            of_operands = (own,) + of_operands
+        else:
+            gradient = CHAIN.steps[i].gradient(gradient, values[i - FIRST], operands[i][0])
+        passed = (own,) + passed
+        for j in tl.static_range(i + 1, END):
+            if j - CHAIN.steps[j].earlier == i:
+                gradient += passed[j - i]
     return gradient, of_operands
 
 
 @triton.jit
-def load_vectors(operands, columns, real, CHAIN: tl.constexpr, AXIS: tl.constexpr = None):
+def load_vectors(operands, columns, real, CHAIN: tl.constexpr, AXIS: tl.constexpr = None, of_sample=None):
     """The operands of CHAIN's steps, each in a tuple that is empty for None, with vectors loaded at ``columns``.
 
-    They are in float32, and have one more axis where AXIS says. It is added afterwards, as loads along it would be
-    repeated. (A tuple that is made in a kernel cannot hold None.)
+    Those of samples are loaded too, if ``of_sample`` says where a sample's begin. They are in float32, and have one
+    more axis where AXIS says. It is added afterwards, as loads along it would be repeated. (A tuple that is made in a
+    kernel cannot hold None.)
     """
     loaded = ()
     for i in tl.static_range(len(CHAIN.steps)):
         if operands[i] is None:
             loaded = loaded + ((),)
-        elif CHAIN.steps[i].operand == "vector":
-            vector = tl.load(operands[i] + columns, mask=real, other=0.0).to(tl.float32)
+        elif CHAIN.steps[i].operand == "vector" or (CHAIN.steps[i].operand == "sample" and of_sample is not None):
+            pointer = operands[i] if CHAIN.steps[i].operand == "vector" else operands[i] + of_sample
+            vector = tl.load(pointer + columns, mask=real, other=0.0).to(tl.float32)
             loaded = loaded + ((vector if AXIS is None else tl.expand_dims(vector, AXIS),),)
+        elif CHAIN.steps[i].operand == "scalar":
+            loaded = loaded + ((tl.load(operands[i]).to(tl.float32),),)
         else:
             loaded = loaded + ((operands[i],),)
     return loaded

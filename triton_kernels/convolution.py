@@ -131,8 +131,10 @@ def convolution_kernel(
 def check_statistics(chain: Chain, operands: Sequence[Any]) -> None:
     """Whether a convolution can compute the statistics of the chain's norm: tensors before it have other tiles."""
     for step, operand in zip(chain.steps[: chain.norm_place], operands, strict=False):
-        if step.operand == "tensor" and operand is not None:
-            raise NotImplementedError(f"statistics of {step.name} with a tensor; image_statistics computes them")
+        if step.operand in ("sample", "tensor") and operand is not None:
+            raise NotImplementedError(
+                f"statistics of {step.name} with a {step.operand}; image_statistics computes them"
+            )
 
 
 def convolution(

@@ -2,7 +2,8 @@
 
 - accumulator: [BLOCK_M, BLOCK_N] in float32, at place = (row, column, M, N)
 - output, saved: where the results go, stored by STORE; saved is None where nothing is kept for the backward pass
-- operands: one a step of CHAIN; vectors are pointers to [N], tensors to contiguous [M, N], in their own dtypes
+- operands: one a step of CHAIN; scalars are pointers to one value, vectors to [N], tensors to contiguous [M, N], in
+  their own dtypes
 - INDICES: makes 0, 1, ..., which Triton and Gluon do differently (``triton_kernels.linear.indices``). All else that is
   used here they have in common, so both kinds of kernel share these functions
 - DTYPE: that of the matrices, and so of z = input @ weight.T + biases wherever it is stored
@@ -80,7 +81,12 @@ def apply_to_tile(
     """
     BLOCK_N: tl.constexpr = tile.shape[1]
     shift = None
+    values = ()  # what the steps are applied to, complete where a later one takes it
     for i in tl.static_range(FIRST, END):
+        if shift is not None and (CHAIN.reached[i] or not CHAIN.steps[i].adds_vector):
+            tile += tl.expand_dims(shift, 0)
+            shift = None
+        values = values + (tile,)
         if CHAIN.steps[i].adds_vector:
             if operands[i] is not None:
                 vector = widen(load_columns(operands[i], place, BLOCK_N, INDICES, OUTSIDE))
@@ -88,21 +94,21 @@ def apply_to_tile(
                     shift = vector
                 else:
                     shift += vector
-        else:
-            if shift is not None:
-                tile += tl.expand_dims(shift, 0)
-                shift = None
-            if not CHAIN.steps[i].has_tensor:
-                tile = CHAIN.steps[i].function(tile, operands[i])
-            elif operands[i] is not None:
-                if CHAIN.steps[i].operand == "vector":
-                    # Not widened: a thread holds these values while the next vector is exchanged, and two 16-bit ones
-                    # share a register.
-                    vector = load_columns(operands[i], place, BLOCK_N, INDICES).to(tl.float32)
-                    tile = CHAIN.steps[i].function(tile, tl.expand_dims(vector, 0))
-                else:
-                    other = load_tile(operands[i], place, tile.shape[0], BLOCK_N, INDICES)
-                    tile = CHAIN.steps[i].function(tile, other)
+        elif CHAIN.steps[i].earlier > 0:
+            tile = CHAIN.steps[i].function(tile, values[i - FIRST - CHAIN.steps[i].earlier])
+        elif not CHAIN.steps[i].has_tensor:
+            tile = CHAIN.steps[i].function(tile, operands[i])
+        elif operands[i] is not None:
+            if CHAIN.steps[i].operand == "scalar":
+                tile = CHAIN.steps[i].function(tile, tl.load(operands[i]).to(tl.float32))
+            elif CHAIN.steps[i].operand == "vector":
+                # Not widened: a thread holds these values while the next vector is exchanged, and two 16-bit ones share
+                # a register.
+                vector = load_columns(operands[i], place, BLOCK_N, INDICES).to(tl.float32)
+                tile = CHAIN.steps[i].function(tile, tl.expand_dims(vector, 0))
+            else:
+                other = load_tile(operands[i], place, tile.shape[0], BLOCK_N, INDICES)
+                tile = CHAIN.steps[i].function(tile, other)
     if shift is not None:
         tile += tl.expand_dims(shift, 0)
     return tile

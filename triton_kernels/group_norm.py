@@ -6,6 +6,7 @@ the product's bias is among its operands only where it is not in the values yet.
 a group.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import triton.language as tl
 from triton_kernels.chain import (
     Chain,
     add_gradients,
+    added,
     apply_steps,
     load_tensors,
     load_vectors,
@@ -44,6 +46,18 @@ class GroupNormConfig:
     block_columns: int
     rows_per_program: int
     num_warps: int = 8
+    #: Of how many tiles it loads in the backward pass, the one that it works on among them.
+    num_stages: int = 1
+
+    def shared_memory(self, group_size: int, element_size: int) -> int:
+        """Bytes of shared memory for the tiles of the input and of the output's gradient that are on their way."""
+        return (self.num_stages - 1) * 2 * math.prod(self.blocks(group_size).values()) * element_size
+
+    def whole_axis(self, group_size: int) -> int | None:
+        """The axis of a tile's rows, where a thread has its columns of all of them: the others' columns fill all
+        threads, eight a thread."""
+        blocks = self.blocks(group_size)
+        return 0 if blocks["BLOCK_G"] * blocks["BLOCK_GROUP"] >= 8 * 32 * self.num_warps else None
 
     def blocks(self, group_size: int) -> dict[str, int]:
         block_group = next_power_of_2(group_size)
@@ -136,6 +150,8 @@ def group_norm_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    AXIS: tl.constexpr,
 ):
     """input_gradient of CHAIN, and the gradients of its operands, in one pass. KINDS says what ``targets`` are.
 
@@ -145,14 +161,14 @@ def group_norm_backward_kernel(
     wait_for_launch_before()
     chunk = tl.program_id(0)
     group = second_place() * BLOCK_G
-    input_sum = tl.zeros((BLOCK_M, BLOCK_G, BLOCK_GROUP), tl.float32)
+    input_sum = tl.zeros((BLOCK_M if AXIS is None else 1, BLOCK_G, BLOCK_GROUP), tl.float32)
     sums = no_sums(input_sum, KINDS)
     first_row = chunk * rows_per_program
     columns, real, offsets, inside = place_tile(
         first_row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
     )
     vectors = load_vectors(operands, columns, real, CHAIN)
-    for row in range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M):
+    for row in tl.range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M, num_stages=STAGES):
         columns, real, offsets, inside = place_tile(
             row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
         )
@@ -165,13 +181,15 @@ def group_norm_backward_kernel(
             y = apply_steps(z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
             normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
             dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
+            if BLOCK_GROUP != GROUP_SIZE:  # in the padding a gradient may be NaN, as that of 0 / 0
+                dx = tl.where(real, dx, 0.0)
             mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
             projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
             dy = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)
         dz, of_activation = steps_gradient(dy, z, loaded, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
         tl.store(input_gradient + offsets, dz.to(input_gradient.dtype.element_ty), mask=inside)
-        input_sum += tl.where(inside, dz, 0.0)
-        sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, pointers_at, KINDS)
+        input_sum = added(input_sum, tl.where(inside, dz, 0.0), AXIS)
+        sums = add_gradients(sums, of_activation + of_last, targets, offsets, inside, pointers_at, KINDS, AXIS)
     columns = tl.reshape(columns, (BLOCK_G, BLOCK_GROUP))
     real = tl.reshape(real, (BLOCK_G, BLOCK_GROUP))
     place = chunk.to(tl.int64) * (num_groups * GROUP_SIZE) + columns
@@ -260,6 +278,9 @@ def group_norm_backward(
         CHAIN=chain,
         KINDS=kinds,
         GROUP_SIZE=group_size,
+        # Tensors would have to fit into shared memory too.
+        STAGES=1 if any(step.operand == "tensor" for step in chain.steps) else config.num_stages,
+        AXIS=config.whole_axis(group_size),
         **config.blocks(group_size),
         config=config,
         num_warps=config.num_warps,

@@ -1,9 +1,10 @@
 """Group norm of images within a chain: passes over tiles of channels and pixels, forward and backward.
 
 Images are [B, C, S], as in ``image_tiles``. The statistics are those of ``image_statistics``. Operands that are vectors
-are over the channels; those that are tensors are images. Matrices are images of one pixel.
+are over the channels, of all samples or of each; those that are tensors are images. Matrices are images of one pixel.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from triton_kernels.image_tiles import (
     launch_tiles,
     load_tile,
     place_of_program,
+    place_of_sample,
     store_tile,
     tile_of_image,
 )
@@ -53,6 +55,17 @@ def load_groups(vectors, place, c, real, channels, num_groups, GROUP_SIZE: tl.co
 
 
 @triton.jit
+def apply_to_tile(input, output, place, inside, vectors, groups, CHAIN: tl.constexpr):
+    """output = CHAIN of the input for a tile. ``groups`` has the mean and the rstd of its channels' groups."""
+    mean, rstd = groups
+    loaded = load_tensors(vectors, place, inside, tile_of_image, CHAIN)
+    values = load_tile(input, place, inside).to(tl.float32)
+    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
+    normalized = (values - mean) * rstd
+    store_tile(output, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps)))
+
+
+@triton.jit
 def apply_kernel(
     input,  # an image
     operands,  # of the chain's steps
@@ -61,24 +74,29 @@ def apply_kernel(
     num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
-    tiles,
+    strips,
     CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    STRIP: tl.constexpr,
+    STAGES: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """output = CHAIN of the input; one tile per program."""
+    """output = CHAIN of the input; a strip of STRIP tiles of BLOCK_S pixels per program."""
     wait_for_launch_before()
-    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
-    inside = is_inside(real, place[2], tl.cast(pixels, INDEX) * PIXEL_UNIT, BLOCK_S)
-    mean, rstd = load_groups(statistics, place, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
-    loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
-    values = load_tile(input, place, inside).to(tl.float32)
-    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
-    normalized = (values - mean) * rstd
-    store_tile(output, place, inside, apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps)))
+    pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
+    corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
+    groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
+    vectors = load_vectors(operands, c, real, CHAIN, 1, place_of_sample(corner, channels))
+    if STRIP == 1:  # a loop of one round would take a float32 tile that is transposed 1.4 times as long (H200)
+        apply_to_tile(input, output, corner, is_inside(real, corner[2], pixels, BLOCK_S), vectors, groups, CHAIN)
+    else:
+        end = tl.minimum(corner[2] + STRIP * BLOCK_S, pixels)
+        for pixel in tl.range(corner[2], end, BLOCK_S, num_stages=STAGES):
+            place = (corner[0], corner[1], pixel)
+            apply_to_tile(input, output, place, is_inside(real, pixel, pixels, BLOCK_S), vectors, groups, CHAIN)
 
 
 @triton.jit
@@ -107,7 +125,7 @@ def last_sums_kernel(
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     mean, rstd = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
-    vectors = load_vectors(operands, c, real, CHAIN, 1)
+    vectors = load_vectors(operands, c, real, CHAIN, 1, place_of_sample(corner, channels))
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
     for pixel in tl.range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S, num_stages=STAGES):
         place = (corner[0], corner[1], pixel)
@@ -193,7 +211,7 @@ def apply_backward_kernel(
     corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
     groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
     mean, rstd, projection, gradient_mean = groups
-    vectors = load_vectors(operands, c, real, CHAIN, 1)
+    vectors = load_vectors(operands, c, real, CHAIN, 1, place_of_sample(corner, channels))
     sums = no_sums(tl.zeros((BLOCK_C, BLOCK_S), tl.float32), KINDS)
     for pixel in tl.range(corner[2], tl.minimum(corner[2] + STRIP * BLOCK_S, pixels), BLOCK_S, num_stages=STAGES):
         place = (corner[0], corner[1], pixel)
@@ -230,7 +248,7 @@ def image_group_norm(
     launch_tiles(
         apply_kernel,
         input,
-        config.tiles(S),
+        config.strips(S),
         config,
         as_image(input),
         image_operands(chain, operands),
@@ -239,6 +257,8 @@ def image_group_norm(
         num_groups,
         CHAIN=chain,
         GROUP_SIZE=C // num_groups,
+        STRIP=config.strip,
+        STAGES=config.stages(input, chain),
     )
 
 
@@ -247,32 +267,44 @@ def empty_sums(
 ) -> list[torch.Tensor | None]:
     """The sums that ``image_group_norm_backward`` writes for ``add_up_sums``. Both lists have one entry a step.
 
-    A vector's are those over each strip's pixels, [B, strips, C] in float32. Of a single strip they are the gradient
-    itself, where that is float32. The norm's are always needed. A tensor's gradient is written as it is.
+    A vector's are those over each strip's pixels, [B, strips, C] in float32. Where there is one for each of its values,
+    they are the gradient itself, if that is float32. The norm's are always needed. A tensor's gradient is written as it
+    is.
     """
     B, C, S = input.shape
     shape, norm = (B, config.strips(S), C), chain.norm_place
     sums = list(gradients)
-    for place, (step, gradient) in enumerate(zip(chain.steps, gradients, strict=True)):
-        if step.operand == "vector" and (gradient is not None or place in (norm, norm + 1)):
-            if gradient is not None and gradient.dtype == torch.float32 and shape[:2] == (1, 1):
+    for place, (kind, gradient) in enumerate(zip(chain.kinds(range(len(sums))), gradients, strict=True)):
+        if kind == "vector" and (gradient is not None or place in (norm, norm + 1)):
+            if gradient is not None and _holds_sums(gradient, shape):
                 sums[place] = gradient.view(shape)
             else:
                 sums[place] = torch.empty(shape, dtype=torch.float32, device=input.device)
     return sums
 
 
+def _holds_sums(gradient: torch.Tensor, shape: Sequence[int]) -> bool:
+    return gradient.dtype == torch.float32 and gradient.numel() == math.prod(shape)
+
+
 def add_up_sums(chain: Chain, sums: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Each vector's gradient, [C] in any float dtype or None where not wanted, becomes the sum of its ``sums``."""
+    """Each vector's gradient, [C] or [B, C] in any float dtype or None where not wanted, becomes that of its ``sums``.
+
+    Those of one value a channel are added up over the samples too.
+    """
     pairs = [
         (partial, gradient)
-        for step, partial, gradient in zip(chain.steps, sums, gradients, strict=True)
-        if step.operand == "vector" and partial is not None and gradient is not None
-        if partial.shape[:2] != (1, 1) or gradient.dtype != torch.float32
+        for kind, partial, gradient in zip(chain.kinds(range(len(sums))), sums, gradients, strict=True)
+        if kind == "vector" and partial is not None and gradient is not None
+        if not _holds_sums(gradient, partial.shape)
     ]
-    if not pairs:
+    of_samples = [pair for pair in pairs if pair[1].ndim == 2]
+    if of_samples:
+        add_up(*zip(*of_samples, strict=True))
+    of_channels = [pair for pair in pairs if pair[1].ndim == 1]
+    if not of_channels:
         return
-    partials, wanted = zip(*pairs, strict=True)
+    partials, wanted = zip(*of_channels, strict=True)
     B, strips, C = partials[0].shape
     if B > 1 and strips > 1:  # a sample a program first, as there may be many strips
         samples = [torch.empty(B, C, dtype=torch.float32, device=each.device) for each in partials]
@@ -288,7 +320,7 @@ def _targets(
     norm = chain.norm_place
     images = image_operands(chain, sums)
     kept = [place for place in places if place in (norm, norm + 1) or chain.has_gradient(place, operands)]
-    return tuple(images[place] for place in kept), tuple(chain.steps[place].operand for place in kept)
+    return tuple(images[place] for place in kept), chain.kinds(kept)
 
 
 def image_group_norm_backward(
@@ -322,16 +354,11 @@ def image_group_norm_backward(
     block_c, block_t = merged_blocks(group_size, strips)
     means = torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device).unbind()
     images = as_image(output_gradient), as_image(input), image_operands(chain, operands)
-    # The next two tiles are on their way to shared memory; in float32 one, for its registers. Operands that are images
-    # would not fit there too, and 64-bit indices take the registers.
-    stages = 2 if input.dtype == torch.float32 else 3
-    if S >= 2**30 or any(step.operand == "tensor" for step in chain.steps):
-        stages = 1
     options = {  # of both passes over the images
         "CHAIN": chain,
         "GROUP_SIZE": group_size,
         "STRIP": config.strip,
-        "STAGES": min(stages, config.strip, config.tiles(S)),
+        "STAGES": config.stages(input, chain),
     }
     launch_tiles(
         last_sums_kernel,

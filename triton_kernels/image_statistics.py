@@ -27,6 +27,7 @@ from triton_kernels.image_tiles import (
     layout_of,
     load_tile,
     place_of_program,
+    place_of_sample,
     tile_of_image,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -36,41 +37,59 @@ from triton_kernels.launch import launch, wait_for_launch_before
 def partial_statistics_kernel(
     input,  # an image
     operands,  # of the chain's steps
-    counts,  # [B, tiles]: values of each row of a tile
-    means,  # [B, tiles, C / FOLD]
-    m2s,  # [B, tiles, C / FOLD]
+    counts,  # [B, strips]: values of each row of a strip
+    means,  # [B, strips, C / FOLD]
+    m2s,  # [B, strips, C / FOLD]
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
-    tiles,
+    strips,
     CHAIN: tl.constexpr,
     FOLD: tl.constexpr,
+    STRIP: tl.constexpr,
+    STAGES: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Mean and M2 of what CHAIN's norm takes, over the pixels of a tile, for each channel or FOLD neighbouring ones."""
+    """Mean and M2 of what CHAIN's norm takes, over the pixels of a strip of STRIP tiles, for each channel or FOLD
+    neighbouring ones.
+
+    Each place in a tile has statistics of its own, kept from tile to tile (Welford, Note on a Method for Calculating
+    Corrected Sums of Squares and Products, 1962). No data moves between threads before the strip's end.
+    """
     wait_for_launch_before()
     ROWS: tl.constexpr = BLOCK_C // FOLD
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
-    place, c, real = place_of_program(channels, tiles, BLOCK_S, BLOCK_C, INDEX)
-    inside = is_inside(real, place[2], pixels, BLOCK_S)
-    values = load_tile(input, place, inside).to(tl.float32)
-    loaded = load_tensors(load_vectors(operands, c, real, CHAIN, 1), place, inside, tile_of_image, CHAIN)
-    values = apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place)
-    values = tl.reshape(values, (ROWS, FOLD * BLOCK_S))
-    inside = tl.reshape(inside, values.shape)
-    count = tl.minimum(pixels - place[2], BLOCK_S) * FOLD
-    values = tl.where(inside, values, 0.0)
-    mean = tl.sum(values, 1) / count
-    centred = tl.where(inside, values - mean[:, None], 0.0)
-    correction = tl.sum(centred, 1) / count  # of the mean's rounding
-    centred = tl.where(inside, centred - correction[:, None], 0.0)
-    row = place[1] // FOLD + tl.arange(0, ROWS)
+    corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
+    end = tl.minimum(corner[2] + STRIP * BLOCK_S, pixels)
+    vectors = load_vectors(operands, c, real, CHAIN, 1, place_of_sample(corner, channels))
+    mean = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+    m2 = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+    for pixel in tl.range(corner[2], end, BLOCK_S, num_stages=STAGES):
+        place = (corner[0], corner[1], pixel)
+        inside = is_inside(real, pixel, pixels, BLOCK_S)
+        loaded = load_tensors(vectors, place, inside, tile_of_image, CHAIN)
+        values = load_tile(input, place, inside).to(tl.float32)
+        values = tl.where(inside, apply_steps(values, loaded, CHAIN, 0, CHAIN.norm_place), mean)
+        away = values - mean
+        mean += away * (1.0 / ((pixel - corner[2]) // BLOCK_S + 1).to(tl.float32))
+        m2 += away * (values - mean)
+    count = tl.maximum((end - corner[2] - tl.arange(0, BLOCK_S) + (BLOCK_S - 1)) // BLOCK_S, 0).to(tl.float32)
+    count = tl.where(real[:, None], count[None, :], 0.0)
+    count = tl.reshape(count, (ROWS, FOLD * BLOCK_S))
+    mean = tl.reshape(mean, count.shape)
+    m2 = tl.reshape(m2, count.shape)
+    total = (end - corner[2]).to(tl.float32) * FOLD
+    centre = tl.sum(count * mean, 1) / total
+    away = mean - centre[:, None]
+    correction = tl.sum(count * away, 1) / total  # of the mean's rounding
+    away = away - correction[:, None]
+    row = corner[1] // FOLD + tl.arange(0, ROWS)
     target = tl.program_id(0).to(tl.int64) * (channels // FOLD) + row
-    tl.store(means + target, mean + correction, mask=row < channels // FOLD)
-    tl.store(m2s + target, tl.sum(centred * centred, 1), mask=row < channels // FOLD)
-    tl.store(counts + tl.program_id(0), tl.cast(count, tl.float32))
+    tl.store(means + target, centre + correction, mask=row < channels // FOLD)
+    tl.store(m2s + target, tl.sum(m2 + count * (away * away), 1), mask=row < channels // FOLD)
+    tl.store(counts + tl.program_id(0), total)
 
 
 @triton.jit
@@ -188,16 +207,16 @@ def image_statistics(
     B, C, S = input.shape
     if input.numel() == 0:
         return torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
-    tiles = config.tiles(S)
+    strips = config.strips(S)
     # Where a tile has all pixels of its channels. Fewer numbers are stored, and fewer means rounded before the merge.
     # (Of channels_last images, Triton 3.6 adds up wrong values after the reshape: H200.)
-    folds = tiles == 1 and layout_of(input) == CONTIGUOUS
+    folds = config.tiles(S) == 1 and layout_of(input) == CONTIGUOUS
     fold = math.gcd(C // num_groups, config.block_c) if folds else 1
-    partials = PartialStatistics.empty(B, tiles, C // fold, input.device)
+    partials = PartialStatistics.empty(B, strips, C // fold, input.device)
     launch_tiles(
         partial_statistics_kernel,
         input,
-        tiles,
+        strips,
         config,
         as_image(input),
         image_operands(chain, operands),
@@ -206,5 +225,7 @@ def image_statistics(
         partials.m2s,
         CHAIN=chain,
         FOLD=fold,
+        STRIP=config.strip,
+        STAGES=config.stages(input, chain),
     )
     return partials.merge(num_groups, S * fold, eps)

@@ -25,7 +25,7 @@ CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
 @dataclass(frozen=True)
 class ImageNormConfig:
-    """Channels and pixels of a tile, and the number of tiles that a program loops over in the backward pass."""
+    """Channels and pixels of a tile, and the number of tiles that a program loops over (a strip)."""
 
     block_c: int
     block_s: int
@@ -37,6 +37,17 @@ class ImageNormConfig:
 
     def strips(self, pixels: int) -> int:
         return blocks_of(pixels, self.block_s * self.strip)
+
+    def stages(self, image: torch.Tensor, chain: Chain) -> int:
+        """Of how many tiles of an image [B, C, S] a loop over a strip loads, the one that it works on among them.
+
+        The next two tiles are on their way to shared memory; in float32 one, for its registers. Operands that are
+        images would not fit there too, and 64-bit indices take the registers.
+        """
+        S = image.shape[2]
+        if S >= 2**30 or any(step.operand == "tensor" for step in chain.steps):
+            return 1
+        return min(2 if image.dtype == torch.float32 else 3, self.strip, self.tiles(S))
 
     @classmethod
     @functools.lru_cache
@@ -75,6 +86,12 @@ def place_of_program(channels, parts, LENGTH: tl.constexpr, BLOCK_C: tl.constexp
     corner = (tl.program_id(0) // parts, second_place().to(INDEX) * BLOCK_C, pixel)
     c = corner[1] + tl.arange(0, BLOCK_C)
     return corner, c, c < channels
+
+
+@triton.jit
+def place_of_sample(place, channels):
+    """Where the sample's values begin in a matrix [B, C]."""
+    return tl.cast(place[0], tl.int64) * channels
 
 
 @triton.jit

@@ -7,9 +7,11 @@ jumps. A gradient that is cut off is replaced by 0 and not multiplied by 0, sinc
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +53,9 @@ def reciprocal(value):
 def rounded_product(value, factor):
     """value * factor, always rounded. A compiler would fuse a plain product into a following addition.
 
-    Functions that are followed by a group norm end with it. Where all values of a group are equal, so is their mean,
-    and subtracting it must leave 0. A fused product would leave its rounding error there: noise, which the norm makes
-    316 times as large.
+    Functions that are followed by a group norm, and end in a product, end with it. (A ``Chain`` takes it in the place
+    of ``mul`` there.) Where all values of a group are equal, so is their mean, and subtracting it must leave 0. A fused
+    product would leave its rounding error there: noise, which the norm makes 316 times as large.
     """
     if IN_INTERPRETER:
         return value * factor
@@ -279,9 +281,27 @@ def gelu_tanh_gradient(gradient, value, operand):
     return gradient * (s + value * (s * rest) * slope)
 
 
+#: The kinds of operands that are tensors.
+_TENSORS = ("scalar", "vector", "sample", "tensor")
+
+#: All pointwise functions by their identities, which a compiler takes for constants. (It does not take objects so.)
+by_identity: "WeakValueDictionary[int, Pointwise]" = WeakValueDictionary()
+
+
 def source(function: triton.runtime.JITFunction) -> Any:
     """What a jit function is made of, which a second definition shares. (The interpreter's have no key.)"""
     return getattr(function, "cache_key", function)
+
+
+#: The calls that ``terms`` counts.
+_TERMS = ({"exp", "exp2", "log", "log2", "erf", "sigmoid", "tanh", "sin", "cos", "pow"}, {"polynomial"})
+
+
+def _names(function: Any) -> set[str]:
+    """The names in a jit function's code, and in that of those that it calls."""
+    names = set(function.fn.__code__.co_names)
+    called = [function.fn.__globals__.get(name) for name in names]
+    return names.union(*[_names(each) for each in called if isinstance(each, triton.runtime.KernelInterface)])
 
 
 @dataclass(frozen=True)
@@ -291,11 +311,13 @@ class Pointwise:
     Args:
         name: What chains, tables and compiled graphs call it: PyTorch's name for it.
         function: jit function ``(value, operand) -> value``.
-        gradient: jit function ``(gradient, value, operand) -> gradient of value``; with a vector or a tensor as operand
-            ``-> (gradient of value, gradient of operand)``. Both have the value's shape; kernels add up a vector's.
+        gradient: jit function ``(gradient, value, operand) -> gradient of value``; with a tensor or an earlier value as
+            operand ``-> (gradient of value, gradient of operand)``. Both have the value's shape; kernels add up that of
+            an operand that has fewer values.
         plain: The same in PyTorch: ``(value, operand) -> value``. A vector comes with as many dimensions as the value.
-        operand: "" for none; "numbers": a tuple of numbers; "vector": one value a channel; "tensor": one a value.
-            Vectors and tensors have gradients, and may be None, which leaves the function out.
+        operand: "" for none; "numbers": a tuple of numbers; "scalar": one value for all; "vector": one a channel;
+            "sample": one a channel of each sample; "tensor": one a value. The last four are tensors: they have
+            gradients, and may be None, which leaves the function out. "earlier 2": the value as it was two steps ago.
         jumps: ``operand -> values`` where the function or its gradient jumps. Tests look away there.
         forms: (dtype, function, gradient) that suffice where values are rounded to that dtype, and are faster.
     """
@@ -313,8 +335,14 @@ class Pointwise:
     declared: "Pointwise | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
-        if self.operand not in ("", "numbers", "vector", "tensor"):
-            raise ValueError(f"operand must be '', 'numbers', 'vector' or 'tensor', got {self.operand!r}")
+        if self.operand not in ("", "numbers", *_TENSORS) and not self.earlier:
+            kinds = ", ".join(map(repr, ("", "numbers", *_TENSORS)))
+            raise ValueError(f"operand must be one of {kinds} or 'earlier N', got {self.operand!r}")
+        by_identity[id(self)] = self
+
+    def __deepcopy__(self, memo: dict) -> "Pointwise":
+        """A copy of a model has the same functions."""
+        return self
 
     def form(self, dtype: torch.dtype) -> "Pointwise":
         """This function as precise as values of ``dtype`` are."""
@@ -323,10 +351,46 @@ class Pointwise:
                 return replace(self, function=function, gradient=gradient, forms=(), declared=self)
         return self
 
+    def with_operand(self, operand: str) -> "Pointwise":
+        """This function with an operand of another kind."""
+        return self if operand == self.operand else replace(self, operand=operand, declared=self)
+
+    @property
+    def rounded(self) -> "Pointwise":
+        """This function, always rounded: what is no built-in product is so, or sees to it."""
+        return replace(self, function=rounded_product, declared=self) if self.function is mul else self
+
+    @property
+    def part(self) -> str:
+        """What it is called within a kernel's name: in one word, with the kind of a tensor or an earlier value."""
+        name, kind = self.name.replace("_", ""), self.operand.replace(" ", "_")
+        return f"{name}_{kind}" if self.has_tensor or self.earlier else name
+
+    @cached_property
+    def terms(self) -> int:
+        """How many of exponential (or logarithm, ...) and polynomial it evaluates: these need registers."""
+        return sum([bool(names & _names(self.function)) for names in _TERMS])
+
     @property
     def has_tensor(self) -> bool:
         """Whether the operand is a tensor, which has a gradient and may be None."""
-        return self.operand in ("vector", "tensor")
+        return self.operand in _TENSORS
+
+    @property
+    def is_called_with_operand(self) -> bool:
+        """Whether a call gives the operand."""
+        return self.operand == "numbers" or self.has_tensor
+
+    @cached_property
+    def earlier(self) -> int:
+        """How many steps ago the value was that is the operand; 0 where it is something else."""
+        kind, _, steps = self.operand.partition(" ")
+        return int(steps) if kind == "earlier" and steps.isdecimal() else 0
+
+    def shape(self, given: Sequence[int]) -> Sequence[int]:
+        """The shape in which kernels take an operand, of one that may have dimensions of one: [C], [N, C], or as it
+        is."""
+        return {"tensor": given, "sample": given[:2]}.get(self.operand, (-1,))
 
     @property
     def adds_vector(self) -> bool:

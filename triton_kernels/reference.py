@@ -1,6 +1,6 @@
 """A chain in plain PyTorch: what the kernels are compared with, and what runs where they do not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,21 @@ def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1,
 
 
 def _apply(steps: Sequence[Pointwise], value: Tensor, operands: Sequence[Any]) -> Tensor:
+    values = [value]
     for step, operand in zip(steps, operands, strict=True):
-        if step.operand == "vector" and operand is not None:
-            operand = operand.view(-1, *[1] * (value.ndim - 2))
+        if step.earlier:
+            operand = values[-1 - step.earlier]
+        elif operand is not None and step.operand in _LEADING:
+            operand = operand.reshape(_LEADING[step.operand](operand.shape, value.ndim))
         if operand is not None or not step.has_tensor:
             value = step.plain(value, operand)
+        values.append(value)
     return value
+
+
+#: The shape of an operand that is broadcast to values of so many dimensions.
+_LEADING: dict[str, Callable[[torch.Size, int], tuple[int, ...]]] = {
+    "scalar": lambda shape, ndim: (),
+    "vector": lambda shape, ndim: (-1, *[1] * (ndim - 2)),
+    "sample": lambda shape, ndim: (*shape[:2], *[1] * (ndim - 2)),
+}

@@ -3,11 +3,13 @@
 import pytest
 
 import ops
-from autotune_configs.chains import CHAINS, GRID, kernels_of, linear_problems
+from autotune_configs.chains import CHAINS, GRID, linear_problems
 from autotune_configs.commands import _INTERPRETED_SHAPES
+from autotune_configs.compositions import kernels_of
 from autotune_configs.heuristics import WIDEST_TILE
 from autotune_configs.problem import Problem
-from bench.cells import CHAINS as MEASURED
+from bench.chains import CHAINS as MEASURED
+from bench.chains import NAMED
 from bench.sizes import GRID as MEASURED_GRID
 from bench.sizes import SMALL, TARGET
 from triton_kernels.chains import LINEAR_GROUP_NORM_HARDTANH
@@ -36,10 +38,11 @@ def sizes(shape):
 
 
 def test_groups_and_targets():
-    assert CHAINS.keys() == MEASURED.keys()
+    assert tuple(CHAINS) == NAMED
     for name, chain in CHAINS.items():
         measured = MEASURED[name]
-        assert chain.target == sizes(TARGET[measured.product])
+        assert (chain.function, chain.group_size) == (measured.function, measured.group_size)
+        assert measured.sizes == (TARGET[measured.product],) and chain.target == sizes(*measured.sizes)
         assert _INTERPRETED_SHAPES[len(chain.target)] == sizes(SMALL[measured.product])
 
 

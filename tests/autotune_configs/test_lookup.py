@@ -8,11 +8,12 @@ import torch
 import autotune_configs
 from autotune_configs import lookup, tables
 from autotune_configs.gpus import Gpu
-from autotune_configs.heuristics import heuristic_linear_config
+from autotune_configs.heuristics import heuristic_image_config, heuristic_linear_config
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_problem
-from triton_kernels.image_tiles import ImageNormConfig
+from triton_kernels.group_norm import GroupNormConfig
+from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
 NORMALISING = "linear_hardtanh_mish_group_norm"
@@ -83,15 +84,75 @@ def test_far_entries_say_nothing(table):
 
 
 def test_what_is_no_size_must_be_the_same(table):
-    table += [entry(FIRST, kernel="linear_group_norm_hardtanh"), entry(FIRST, dtype="float16")]
+    table += [entry(FIRST, Problem("group_norm", "bfloat16", (1024, 8192, 1))), entry(FIRST, dtype="float16")]
     assert find().entry is None
     assert find(dtype="float16").config == FIRST
-    assert find(kernel="linear_group_norm_hardtanh").config == FIRST
     images = 8, 64, 4096, 8
     table += [entry(ImageNormConfig(8, 64), Problem("image_statistics", "bfloat16", images, None, "contiguous"))]
     lookup.forget()
     assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "contiguous"), GPU).entry
     assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "channels_last"), GPU).entry is None
+
+
+def test_kin(table):
+    """An epilogue without entries takes those of another: the nearer, the fewer things only one of the two does."""
+    reduced, tensors = "linear_group_norm_row_minimum", "linear_group_norm_add_tensor"
+    for other in (reduced, "linear_bias", tensors, NORMALISING):  # from the farthest to the nearest
+        table.append(entry(SECOND, kernel=other, group_size=1 if other == "linear_bias" else 64))
+    for kernel, nearest in (
+        ("linear_group_norm_silu", NORMALISING),
+        ("linear_silu_group_norm_mul_vector", NORMALISING),
+        ("linear_silu", "linear_bias"),
+        ("linear_group_norm_silu_add_tensor", tensors),
+    ):
+        found = find(kernel=kernel, group_size=1 if nearest == "linear_bias" else 64)
+        assert (found.kin, found.entry.problem.kernel) == (nearest, nearest), kernel
+    assert find(kernel=NORMALISING, group_size=64).kin == "", "its own where it has one"
+    table[:] = [entry(SECOND, kernel=reduced, group_size=64)]
+    assert find(kernel="linear_group_norm_silu", group_size=64).kin == reduced, "and what there is"
+
+
+def test_how_far_kin_are(table):
+    """Other functions count for half a doubling, a norm for as much again; then its width says nothing."""
+    table += [entry(FIRST, kernel=NORMALISING, group_size=64, dtype="float32")]
+    table += [entry(SECOND, kernel="linear_group_norm_silu", group_size=64, dtype="float32", m=2048)]
+    found = {m: find(kernel="linear_group_norm_silu", group_size=64, dtype="float32", m=m) for m in (1100, 1200, 1250)}
+    assert [(m, each.kin) for m, each in found.items()] == [(1100, NORMALISING), (1200, NORMALISING), (1250, "")]
+    assert find(kernel="linear_silu", dtype="float32", m=4096).kin == "linear_group_norm_silu"
+    assert find(kernel="linear_silu", dtype="float32", m=8192, n=16384).entry is None, "three doublings, and one of kin"
+    table[:] = [entry(FIRST, kernel="linear_bias", m=512, dtype="float32")]
+    assert find(kernel="linear_group_norm_silu", group_size=64, dtype="float32", m=1024).config == FIRST
+
+
+def test_what_kin_do_not_share(table):
+    """Another dtype, kernels that are no chain's product, and configs that do not hold the groups."""
+    table += [entry(SECOND, kernel=NORMALISING, group_size=64)]
+    assert find(kernel="linear_group_norm_silu", group_size=64, dtype="float16").entry is None
+    assert find(kernel="linear_group_norm_silu", group_size=128).entry is None
+    norm = Problem("group_norm", "bfloat16", (1024, 8192, 32))
+    table += [entry(GroupNormConfig(1, 32, 1), norm), entry(FIRST, replace(norm, kernel="another_norm"))]
+    lookup.forget()
+    assert lookup.find(replace(norm, kernel="group_norm_backward"), GPU).entry is None
+    assert lookup.find(norm, GPU).kin == ""
+
+
+def test_kins_tiles_are_divided_as_ones_own_epilogue_needs(table):
+    """A reduction stores no strips. Tensors, and several exponentials beside a full tile, take the tile in two."""
+    wide = LinearConfig(128, 256, 64, num_stages=4, store_strips=2)
+    table += [entry(wide), entry(wide, kernel=NORMALISING, group_size=16)]
+    in_strips = replace(wide, epilogue_strips=2, store_strips=1)
+    for kernel, expected in (
+        ("linear_silu", wide),
+        ("linear_silu_hardtanh_mul_mul_vector", wide),
+        ("linear_silu_silu", in_strips),
+        ("linear_softplus", in_strips),
+        ("linear_add_tensor", replace(in_strips, num_stages=3)),
+    ):
+        found = find(kernel=kernel)
+        assert found.kin == "linear_bias" and found.config == expected, kernel
+    assert find(kernel="linear_silu_group_norm_gelu", group_size=16).config == in_strips
+    reduced = find(kernel="linear_group_norm_row_minimum", group_size=16)
+    assert reduced.kin and reduced.config == replace(wide, store_strips=1)
 
 
 def test_tiles_hold_groups_where_they_can(table):
@@ -189,7 +250,9 @@ def test_image_configs_know_the_layout(folder):
     contiguous = torch.empty(2, 8, 64)
     channels_last = torch.empty(2, 64, 8).transpose(1, 2)
     for images in ((contiguous, contiguous), (channels_last, channels_last), (channels_last, contiguous)):
-        assert autotune_configs.image_norm_config("image_group_norm", 2, *images) == ImageNormConfig.fit(*images)
+        layout = " to ".join(dict.fromkeys(map(layout_of, images)))
+        expected = heuristic_image_config("image_group_norm", 2, 8, 64, layout)
+        assert autotune_configs.image_norm_config("image_group_norm", 2, *images) == expected
 
 
 def test_convolution_configs_know_the_sizes(folder):

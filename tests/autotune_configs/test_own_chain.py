@@ -37,9 +37,9 @@ def silu_gradient(gradient, value, operand):
     return gradient * sigmoid * (1.0 + value * (1.0 - sigmoid)), None
 
 
-SILU = Pointwise("silu", silu, silu_gradient, lambda value, _: F.silu(value))
+SILU = Pointwise("swish", silu, silu_gradient, lambda value, _: F.silu(value))
 CHAIN = Chain("linear", after=(MUL, SILU, HARDTANH, replace(ADD, operand="tensor")))
-KERNEL = "linear_group_norm_mul_vector_silu_hardtanh_add_tensor"
+KERNEL = "linear_group_norm_mul_vector_swish_hardtanh_add_tensor"
 SIZES = (8, 32, 64)
 
 
@@ -50,13 +50,13 @@ def test_problems():
     assert product == Problem(KERNEL, "bfloat16", (8, 64, 32, 16))
     assert norm == Problem("group_norm_backward", "bfloat16", (8, 64, 16))
     alone = Chain("linear", before=(SILU,), norm="")
-    assert linear_problems(alone, SIZES, "bfloat16") == [Problem("linear_silu", "bfloat16", (8, 64, 32, 1))]
+    assert linear_problems(alone, SIZES, "bfloat16") == [Problem("linear_swish", "bfloat16", (8, 64, 32, 1))]
     kinds = [problem.kernel for problem in linear_problems(alone, SIZES, "float32")]
-    assert kinds == ["linear_silu", LINEAR.kernel, LINEAR.kernel]
-    with pytest.raises(ValueError, match="unknown kernel 'silu'"):
-        kernel_of("silu")
-    assert kernel_of("linear_silu").takes(linear_problem(kernel="linear_silu"))
-    assert not kernel_of("linear_silu").takes(linear_problem(kernel="linear_silu", group_size=16)), "it has no groups"
+    assert kinds == ["linear_swish", LINEAR.kernel, LINEAR.kernel]
+    with pytest.raises(ValueError, match="unknown kernel 'swish'"):
+        kernel_of("swish")
+    assert kernel_of("linear_swish").takes(linear_problem(kernel="linear_swish"))
+    assert not kernel_of("linear_swish").takes(linear_problem(kernel="linear_swish", group_size=16)), "it has no groups"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -78,9 +78,9 @@ def test_other_functions_of_one_name():
     assert Chain("linear", before=(SILU,), norm="") == Chain("linear", before=(SILU,), norm="")
     other = replace(SILU, gradient=GELU.gradient)
     Chain("linear", before=(SILU,))
-    with pytest.raises(ValueError, match="linear_silu_group_norm: a chain of this name has other functions"):
+    with pytest.raises(ValueError, match="linear_swish_group_norm: a chain of this name has other functions"):
         Chain("linear", before=(other,))
-    assert Chain("linear", before=(ADD, SILU)).kernel == "linear_silu_group_norm", "a bias is no other function"
+    assert Chain("linear", before=(ADD, SILU)).kernel == "linear_swish_group_norm", "a bias is no other function"
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert Chain("linear", before=(GELU,)).of_dtype(dtype).kernel == "linear_gelu_group_norm"
 

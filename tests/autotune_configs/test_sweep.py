@@ -161,7 +161,7 @@ def test_what_resources_refuse_does_not_run(bench):
     assert any(outcome.reason == "spills 900 bytes a thread" for outcome in result.outcomes)
 
 
-@pytest.mark.parametrize("interrupt_after", range(12))
+@pytest.mark.parametrize("interrupt_after", range(11))
 def test_an_interrupted_sweep_goes_on_where_it_stopped(bench, interrupt_after):
     """At most the interrupted config is tried again."""
     bench.interrupt_after = interrupt_after

@@ -12,6 +12,8 @@ RUN = {
 DEVICE = "NVIDIA H200"
 TARGET = "1024x8192x8192"
 CONVOLUTION = "128x64x64x256x256x3"
+#: Two chains of the family.
+NORM, LINEAR = "group_norm_silu", "linear_relu_mul_add"
 
 
 def header(experiment="times", device=DEVICE):
@@ -20,7 +22,7 @@ def header(experiment="times", device=DEVICE):
 
 def cell(chain="L94", shape=TARGET, mode="forward", **others):
     """What identifies a row."""
-    product = "convolution" if chain == "L19" else "GEMM"
+    product = "convolution" if chain == "L19" else "norm" if chain == NORM else "GEMM"
     return {"chain": chain, "product": product, "shape": shape, "dtype": "bfloat16", "mode": mode} | others
 
 

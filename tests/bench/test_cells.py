@@ -1,18 +1,21 @@
 """The cells of the bench: their data, their bare products, the settings they run under, one call of their work."""
 
 from contextlib import suppress
+from operator import attrgetter
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cells import CHAINS, DTYPES, Cell, default_shapes, make_bare_step, make_cells, make_problem, make_step
+from bench.cells import DTYPES, Cell, default_shapes, make_bare_step, make_cells, make_problem, make_step
+from bench.chains import CHAINS, NAMED
+from bench.compositions import float32_precision
 from bench.schema import ALL_MODES
 
 CPU = torch.device("cpu")
-L94, L75, _, L19 = CHAINS.values()
-SHAPES = {"GEMM": "5x16x24", "convolution": "3x8x16x4x5x3"}
+L94, L75, _, L19 = map(CHAINS.get, NAMED)
+SHAPES = {"GEMM": "5x16x24", "convolution": "3x8x16x4x5x3", "norm": "2x32x4x5"}
 
 
 def cell_of(chain, dtype="float32", mode="training", memory_format=None):
@@ -26,9 +29,10 @@ def test_names():
 
 
 def test_groups_at_the_target_sizes():
-    cells = make_cells(CHAINS, ["bfloat16"], ["forward"], default_shapes(on_gpu=True))
-    groups = {cell.chain.name: cell.num_groups for cell in cells}
-    assert groups == {"l94": 256, "l75": 512, "l30": 16, "l19": 8}
+    cells = make_cells(list(CHAINS), ["bfloat16"], ["forward"], default_shapes(on_gpu=True))
+    groups = {cell.chain.name: cell.num_groups for cell in cells if cell.chain.norm.name == "group_norm"}
+    declared = {"l94": 256, "l75": 512, "l30": 16, "l19": 8, "linear_group_norm_silu": 32, "group_norm_silu": 32}
+    assert groups.items() >= declared.items()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,23 +48,24 @@ def test_memory_formats(dtype):
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize("chain", [chain for chain in CHAINS.values() if chain.contraction], ids=attrgetter("name"))
 def test_bare_call(chain, mode):
     """The products that autograd runs: one for the forward pass, three of the same size for training."""
-    cell = cell_of(chain, mode=mode, memory_format="channels_last" if chain is L19 else None)
+    cell = cell_of(chain, mode=mode, memory_format="channels_last" if chain.memory_formats else None)
     problem = make_problem(cell, CPU)
     call = make_bare_step(cell, problem)
     with FlopCounterMode(display=False) as counter:
         output, gradients = call()
-    one = 2 * 3 * 8 * 16 * 4 * 5 * 3 * 3 if chain is L19 else 2 * 5 * 16 * 24
-    assert counter.get_total_flops() == one * (3 if mode == "training" else 1)
-
     input, weight = (problem.tensors[name].requires_grad_() for name in ("input", "weight"))
-    if chain is L19:
-        product = F.conv_transpose2d(input, weight, problem.tensors["conv_bias"])
+    if chain.memory_formats:
+        convolution = getattr(F, chain.contraction)
+        product = convolution(input, weight, problem.tensors["conv_bias"], **chain.geometry)
         assert product.is_contiguous(memory_format=torch.channels_last)
     else:
         product = F.linear(input, weight)
+    pixels = (product if chain.contraction == "conv2d" else input)[0, 0].numel()  # where each weight counts once
+    one = 2 * 3 * 8 * 16 * 3 * 3 * pixels if chain.memory_formats else 2 * 5 * 16 * 24
+    assert counter.get_total_flops() == one * (3 if mode == "training" else 1)
     torch.testing.assert_close(output, product, check_stride=True)
     if mode == "training":
         expected = torch.autograd.grad(product, (input, weight), problem.output_gradient.reshape(product.shape))
@@ -69,12 +74,23 @@ def test_bare_call(chain, mode):
         assert not gradients
 
 
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_bare_call_of_a_norm(mode):
+    """One copy of the input, in its memory format. Its gradient is that of the copy."""
+    cell = cell_of(CHAINS["group_norm_silu"], mode=mode, memory_format="channels_last")
+    problem = make_problem(cell, CPU)
+    output, gradients = make_bare_step(cell, problem)()
+    torch.testing.assert_close(output, problem.tensors["input"], check_stride=True)
+    assert output.data_ptr() != problem.tensors["input"].data_ptr()
+    assert len(gradients) == (mode == "training") and all(map(problem.output_gradient.equal, gradients))
+
+
 @pytest.mark.parametrize("precision, allowed", [("highest", False), ("high", True), (None, True)])
 @pytest.mark.parametrize("fails", [False, True])
 def test_convolution_precision(precision, allowed, fails):
     """cuDNN's TF32 alone, and set back whatever happens."""
     assert torch.backends.cudnn.allow_tf32
-    with suppress(ZeroDivisionError), L19.float32_precision(precision):
+    with suppress(ZeroDivisionError), float32_precision(L19, precision):
         assert torch.backends.cudnn.allow_tf32 == allowed
         assert torch.get_float32_matmul_precision() == "highest"
         if fails:
@@ -85,7 +101,7 @@ def test_convolution_precision(precision, allowed, fails):
 @pytest.mark.parametrize("precision, expected", [("highest", "highest"), ("medium", "medium"), (None, "high")])
 def test_linear_precision(precision, expected):
     torch.set_float32_matmul_precision("high")
-    with pytest.raises(ZeroDivisionError), L94.float32_precision(precision):
+    with pytest.raises(ZeroDivisionError), float32_precision(L94, precision):
         assert torch.get_float32_matmul_precision() == expected
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == "high"

@@ -5,13 +5,19 @@ import torch
 from torch.nn import functional as F
 
 from bench import checking
-from bench.cells import CHAINS, Cell, make_problem
+from bench.cells import Cell, make_problem
+from bench.chains import CHAINS, NAMED, Chain
 from bench.checking import Comparison, check, worst_of
 
 CPU = torch.device("cpu")
-L94, L75, L30, L19 = CHAINS.values()
+L94, L75, L30, L19 = map(CHAINS.get, NAMED)
 L19_CELL = Cell(L19, "bfloat16", None, "training", "5x8x16x4x5x3", "channels_last")
 LINEAR_CELLS = [Cell(chain, "float32", "highest", "training", "5x16x64") for chain in (L94, L75, L30)]
+RELU_CELL = Cell(CHAINS["linear_relu_mul_add"], "bfloat16", None, "training", "5x16x64")
+FAMILY_CELLS = [
+    Cell(CHAINS["group_norm_silu"], "bfloat16", None, "training", "5x16x4x5", "channels_last"),
+    RELU_CELL,
+]
 L19_TENSORS = ("input", "weight", "conv_bias", "norm_weight", "norm_bias")
 
 
@@ -21,7 +27,7 @@ def l19(tensors):
 
 
 def plain(cell):
-    return l19 if cell.chain is L19 else cell.bind("ops.reference")
+    return l19 if cell.chain is L19 else cell.by_pytorch()
 
 
 def check_l19(ours, cell=L19_CELL):
@@ -41,7 +47,7 @@ def test_equal_results_are_green():
         assert ours == torch_error and 1e-4 < ours < 1e-1
 
 
-@pytest.mark.parametrize("cell", [L19_CELL, *LINEAR_CELLS], ids=str)
+@pytest.mark.parametrize("cell", [L19_CELL, *LINEAR_CELLS, *FAMILY_CELLS], ids=str)
 def test_float64_in_parts(cell, monkeypatch):
     """Parts of two samples, the last of one, lead to the errors of the whole batch.
 
@@ -114,3 +120,52 @@ def test_float64_goes_without_cudnn():
     check(L19_CELL, make_problem(L19_CELL, CPU), l19, watched)
     assert seen == {(torch.bfloat16, True), (torch.float64, False)}
     assert torch.backends.cudnn.enabled
+
+
+def test_elements_near_a_jump_are_not_compared():
+    """The gradient is 0 near ReLU's jump, and only there: which side is taken there changes nothing."""
+    problem = make_problem(RELU_CELL, CPU)
+    value = F.linear(*(problem.tensors[name].double() for name in ("input", "weight", "linear_bias")))
+    near = value.abs() <= 2 * torch.finfo(torch.bfloat16).eps * value.square().mean().sqrt()
+    assert 0 < near.sum() < 20
+    stopped, share = checking._stop_at_jumps(RELU_CELL, problem)
+    assert torch.equal(stopped != 0, (problem.output_gradient != 0) & ~near)
+    assert share == pytest.approx(1 - near.double().mean().item())
+
+    def turned(where):
+        def forward(tensors):
+            value = F.linear(tensors["input"], tensors["weight"], tensors["linear_bias"])
+            passed = (value > 0) ^ where
+            return value * passed * 2 + tensors["residual"]
+
+        return check(RELU_CELL, problem, forward, RELU_CELL.by_pytorch())
+
+    small = [name for name in red_tensors(turned(near)) if name != "output"]
+    assert not small
+    assert "d_weight" in red_tensors(turned(value.abs() > 0.5))
+
+
+def test_a_norm_spreads_a_jump_over_its_group():
+    chain = Chain("any", "linear -> relu -> group_norm(4) -> silu", ("5x16x64",))
+    cell = Cell(chain, "float32", "highest", "training", "5x16x64")
+    problem = make_problem(cell, CPU)
+    tensors = {name: tensor.double() for name, tensor in problem.tensors.items()}
+    tensors["weight"][3], tensors["linear_bias"][3] = 0.0, 0.0  # channel 3 is 0 in every sample
+    mask = checking._away_from_jumps(cell, tensors)
+    assert not mask[:, :16].any() and mask[:, 16:].double().mean() > 0.9
+
+
+@pytest.mark.parametrize("sample", [0, -1])
+def test_wrong_gradient_of_a_residual(sample, monkeypatch):
+    """It has a part of its own in every sample."""
+    problem = make_problem(RELU_CELL, CPU)
+    scale = torch.ones(5, 1)
+    scale[sample] = 1.1
+    monkeypatch.setattr(checking, "_ELEMENTS_AT_ONCE", 1)
+
+    def ours(tensors):
+        residual = tensors["residual"]
+        grown = residual + (scale - 1) * (residual - residual.detach())
+        return RELU_CELL.by_pytorch()({**tensors, "residual": grown.to(residual.dtype)})
+
+    assert red_tensors(check(RELU_CELL, problem, ours, RELU_CELL.by_pytorch())) == ["d_residual"]

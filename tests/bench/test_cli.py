@@ -50,6 +50,12 @@ def python(*arguments, check=True):
         (["--convolution-shapes", "2x8x8x4x4x0"], "--convolution-shapes: '2x8x8x4x4x0' is not batch x"),
         (["--memory-formats", "nhwc"], "--memory-formats: 'nhwc' is not one of contiguous, channels_last"),
         (["--chains", "l19", "--dtypes", "float32", "--precisions", "medium"], "--precisions: l19 has no medium"),
+        (
+            ["--chains", "group_norm_silu", "--norm-shapes", "1x32x2x3x4", "--memory-formats", "channels_last"],
+            "--memory-formats: group_norm_silu has no channels_last",
+        ),
+        (["--norm-shapes", "32"], "--norm-shapes: '32' is not batch x channels x ..., all positive integers"),
+        (["--norm-shapes", "2x32x0"], "--norm-shapes: '2x32x0' is not batch x channels"),
         (["--rounds", "0"], "--rounds: '0' is not a positive integer"),
         (["--rounds", "2.5"], "--rounds: '2.5' is not a positive integer"),
         (["--warm-up", "3"], "unrecognized arguments: --warm-up 3"),

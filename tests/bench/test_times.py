@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bench import times, timing
-from bench.cells import CHAINS, Cell
+from bench.cells import Cell, default_shapes, make_cells
+from bench.chains import CHAINS, FAMILY
 from bench.schema import CallTimes, TimesRow
 
 FORWARD = Cell(CHAINS["l30"], "bfloat16", None, "forward", "16x64x64")
@@ -127,3 +128,17 @@ def test_the_lock_is_held_to_check_and_time(checked, clocks, monkeypatch, tmp_pa
     clocks.clear()
     times.measure(TRAINING, ["bare"], 3, CUDA, Turn())
     assert held == [[], [], [], [("rounds", "ours", "bare"), ("loops", "ours", "bare")]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("mode", ["forward", "training"])
+def test_family_on_a_gpu(name, mode):
+    """Every peer is timed, and in training each has its memory."""
+    (cell,) = make_cells([name], ["bfloat16"], [mode], default_shapes(on_gpu=False))
+    peers = ("bare", "eager", "compile")
+    row = times.measure(cell, peers, 2, CUDA, contextlib.nullcontext())
+    assert not row.red and tuple(row.peers) == ("ours", *peers)
+    assert all(peer.us > 0 and peer.wall_us > 0 and not peer.failure for peer in row.peers.values())
+    assert row.closest() is not None and row.peer("bare").ours_over > 0
+    assert (row.peer("ours").added_mb is not None) == (row.peer("eager").added_mb is not None) == (mode == "training")

@@ -3,6 +3,7 @@
 import pytest
 
 from bench import times
+from bench.chains import FAMILY
 
 
 @pytest.fixture
@@ -45,6 +46,31 @@ def test_modes(cells):
 
 def test_all_where_nothing_is_chosen(cells):
     found = cells()
-    assert {cell.chain.label for cell in found} == {"L94", "L75", "L30", "L19"}
+    assert {cell.chain.label for cell in found} == {"L94", "L75", "L30", "L19", *FAMILY}
     assert {cell.dtype for cell in found} == {"bfloat16", "float16", "float32"}
-    assert {cell.shape for cell in found} == {"8x64x64", "2x16x16x5x6x3"}
+    assert {cell.shape for cell in found} == {"8x64x64", "2x16x16x5x6x3", "2x64x5x6"}
+
+
+def test_shapes_of_each_product(cells):
+    found = cells("--shapes", "8x32x64", "--norm-shapes", "2x32,3x32x4x5x6", "--convolution-shapes", "1x2x4x3x3x3")
+    shapes = {(cell.chain.product, cell.shape) for cell in found}
+    assert shapes == {
+        ("GEMM", "8x32x64"),
+        ("norm", "2x32"),
+        ("norm", "3x32x4x5x6"),
+        ("convolution", "1x2x4x3x3x3"),
+    }
+
+
+def test_memory_formats(cells):
+    """Of images with two dimensions both are measured; others are contiguous."""
+    found = cells("--chains", "group_norm_silu", "--dtypes", "float16", "--norm-shapes", "2x32,2x32x4x5,2x32x4x5x6")
+    formats = {(cell.shape, cell.memory_format) for cell in found}
+    assert formats == {
+        ("2x32x4x5", "channels_last"),
+        *((shape, "contiguous") for shape in ("2x32", "2x32x4x5", "2x32x4x5x6")),
+    }
+    (cell,) = cells(
+        "--chains", "group_norm_silu", "--dtypes", "float16", "--memory-formats", "channels_last", "--modes", "forward"
+    )
+    assert cell.memory_format == "channels_last"

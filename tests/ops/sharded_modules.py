@@ -10,10 +10,17 @@ import torch
 from torch import nn
 
 import ops
+from ops import pointwise as p
 from ops import submodules, tensor_parallel
 from tests.ops.shards import check
 
 ROOT = Path(__file__).parents[2]
+
+
+def composed():
+    """Steps before and after the norm, and vectors of them that are learned."""
+    scale, shift = nn.Parameter(torch.rand(24) + 0.5), nn.Parameter(torch.randn(24))
+    return ops.LinearGroupNorm(16, 24, 4, before=(p.silu(), p.mul(scale)), after=(p.add(shift), p.gelu()))
 
 
 def modules():
@@ -23,6 +30,7 @@ def modules():
         "L75": ops.LinearGroupNormMin(16, 24, 4, (1, 24, 1, 1)),
         "L30": ops.LinearGroupNormHardtanh(16, 24, 4, -0.75, 1.25),
         "L19": ops.ConvTranspose2dGeluGroupNorm(3, 8, 3, 2, 1, 4),
+        "composed": composed(),
         "L94 without a bias": ops.LinearHardtanhMishGroupNorm(16, 24, (24,), 4, linear_bias=False),
         "L75 without a bias": ops.LinearGroupNormMin(16, 24, 4, (1, 24, 1, 1), linear_bias=False),
         "L30 without a bias": ops.LinearGroupNormHardtanh(16, 24, 4, -0.75, 1.25, linear_bias=False),
@@ -90,7 +98,7 @@ def module_in_a_plan(world):
     trains_as_alone(world, "L94", distribute, forward)
 
 
-@check(name=["L94", "L75", "L30", "L19"])
+@check(name=["L94", "L75", "L30", "L19", "composed"])
 def modules_by_batch(world, name):
     """A replicated module with a divided batch."""
 
@@ -100,7 +108,7 @@ def modules_by_batch(world, name):
     trains_as_alone(world, name, lambda model: world.distribute_module(model, world.mesh), forward)
 
 
-@check(name=["L94", "L75", "L30", "L19"])
+@check(name=["L94", "L75", "L30", "L19", "composed"])
 def modules_fully_sharded(world, name):
     """FSDP2: each rank has its part of the batch and, while it does not compute, of the parameters."""
     from torch.distributed.fsdp import fully_shard
@@ -119,7 +127,7 @@ def layers_of(model):
     return [child for child in model.children() if list(child.parameters())]
 
 
-@check(name=["L94", "L75", "L30", "L19"])
+@check(name=["L94", "L75", "L30", "L19", "composed"])
 def fused_when_fully_sharded(world, name):
     """FSDP2's hooks are the module's own, and change none of its layers."""
     from torch.distributed.fsdp import fully_shard
@@ -156,8 +164,8 @@ def refused_modules(world):
     with pytest.raises(ValueError, match="^num_groups must be a multiple of the 2 shards of the channels, .* got 3$"):
         world.distribute_module(model, world.mesh, tensor_parallel.shard_channels)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    with pytest.raises(TypeError, match=r"^weight of a Conv2d must be a vector, got shape \(4, 2, 3, 3\)$"):
-        world.distribute_module(nn.Conv2d(2, 4, 3), world.mesh, tensor_parallel.shard_channels)
+    with pytest.raises(TypeError, match=r"^weight of a Conv3d must be a vector, got shape \(4, 2, 3, 3, 3\)$"):
+        world.distribute_module(nn.Conv3d(2, 4, 3), world.mesh, tensor_parallel.shard_channels)
 
 
 @check
@@ -167,7 +175,7 @@ def frozen_parameters(world):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@check(name=["L94", "L75", "L30", "L19"])
+@check(name=["L94", "L75", "L30", "L19", "composed"])
 def compiled_modules(world, name):
     """torch.compile takes a sharded module whole."""
     model = modules()[name].to(world.device, torch.float64)

@@ -77,7 +77,7 @@ LAUNCHES = {
     L75: (3, 3, 4),
     L30: (1, 2, 4),
     BIAS_HARDTANH_MISH: (1, 1, 1),
-    **dict.fromkeys(NORMS, (1, 2, 6)),
+    **dict.fromkeys(NORMS, (1, 2, 4)),
 }
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
 from ops import convolution
-from ops.convolution import ConvTranspose2dGeometry, check_conv_transpose2d, memory_format
+from ops.convolution import Geometry, check_conv_transpose2d, memory_format
 
 INPUT, WEIGHT = torch.ones(2, 4, 5, 6), torch.ones(4, 3, 3, 2)
 VALID = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
@@ -64,8 +64,8 @@ def test_output_size(kernel, size, stride, padding, output_padding, dilation):
 
 def test_geometry():
     geometry = check_conv_transpose2d(INPUT, WEIGHT, 2, [1, 0], (1, 0), torch.Size((1, 2)), 2)
-    assert geometry == ConvTranspose2dGeometry((3, 2), (2, 2), (1, 0), (1, 0), (1, 2), 2)
-    assert hash(geometry) == hash(ConvTranspose2dGeometry((3, 2), (2, 2), (1, 0), (1, 0), (1, 2), 2))
+    assert geometry == Geometry((3, 2), (2, 2), (1, 0), (1, 0), (1, 2), 2)
+    assert hash(geometry) == hash(Geometry((3, 2), (2, 2), (1, 0), (1, 0), (1, 2), 2))
     with pytest.raises(AttributeError):
         geometry.groups = 1
 
@@ -199,10 +199,10 @@ def test_library_follows_pytorchs_settings(monkeypatch, setting):
 
         return call
 
-    monkeypatch.setattr(torch, "conv_transpose2d", record(torch.conv_transpose2d))
+    monkeypatch.setattr(torch, "convolution", record(torch.convolution))
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", setting)
     geometry = check_conv_transpose2d(INPUT, WEIGHT, **VALID)
-    convolution.conv_transpose2d(INPUT, WEIGHT, geometry)
+    convolution.convolve(INPUT, WEIGHT, geometry, torch.contiguous_format)
     assert seen == [setting]
 
 
@@ -212,10 +212,10 @@ def test_library_keeps_the_format(format):
     input = INPUT.to(memory_format=format)
     for weight in (WEIGHT, WEIGHT.to(memory_format=torch.channels_last)):
         geometry = check_conv_transpose2d(input, weight, **VALID)
-        z = convolution.conv_transpose2d(input, weight, geometry)
+        z = convolution.convolve(input, weight, geometry, convolution.memory_format(input))
         assert z.shape == (2, 3, 7, 7) and z.is_contiguous(memory_format=format)
-        gradients = convolution.conv_transpose2d_gradients(z, input, weight, geometry, (True, True))
+        gradients = convolution.convolution_gradients(z, input, weight, geometry, (True, True))
         for gradient, tensor in zip(gradients, (input, weight), strict=True):
             assert gradient.shape == tensor.shape and memory_format(gradient) is memory_format(tensor)
-        (of_weight,) = convolution.conv_transpose2d_gradients(z, input, weight, geometry, (False, True))
+        (of_weight,) = convolution.convolution_gradients(z, input, weight, geometry, (False, True))
         assert torch.equal(of_weight, gradients[1])

@@ -11,19 +11,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ops
 from ops import direct_convolution, precision
+from ops import pointwise as p
 from ops.calls import Call
-from ops.convolution import ConvTranspose2dGeometry
-from tests.accuracy import check_not_finite, draw_grad_output, run
+from ops.convolution import Geometry
+from tests.accuracy import check, check_not_finite, draw_grad_output, run
 from tests.chains import L19, Problem, doubled, make_arguments
-from tests.images import round_to_tf32
+from tests.images import CONV2D_GELU, round_to_tf32
 from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.launch import call
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
-GEOMETRY = ConvTranspose2dGeometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
+GEOMETRY = Geometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
+PLAIN = dataclasses.replace(GEOMETRY, transposed=False)
 PROBLEM = Problem(rows=5, depth=8, groups=3, group_size=8, pixels=(6, 7))
 
 by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -43,17 +46,19 @@ def multiplied(input, weight, problem, size):
 def convolved(input, weight, bias, problem, *, output, partials=None, chain=None, operands=()):
     assert hopper.takes_input(input)
     of_partials = (None, None, None) if partials is None else (partials.counts, partials.means, partials.m2s)
-    call(_convolve, input, weight, bias, problem, output, *of_partials)
+    biases = [bias] if chain is None else operands[: len(chain.biases)]
+    assert biases[0] is bias
+    call(_convolve, input, weight, [each for each in biases if each is not None], problem, output, *of_partials)
 
 
-def _convolve(input, weight, bias, problem, output, counts, means, m2s):
+def _convolve(input, weight, biases, problem, output, counts, means, m2s):
     if input.is_meta:
         return
     if input.dtype == torch.float32:
         for each in (input, weight):
             assert not (each.view(torch.int32) & 0x1FFF)[each.isfinite()].any(), "TF32's numbers"
     values = multiplied(input, weight, problem, output.shape[2:])
-    output.copy_(values if bias is None else values + bias.double()[:, None, None])
+    output.copy_(sum([each.double()[:, None, None] for each in biases], values))
     if counts is not None:
         activated = F.gelu(output.double()).flatten(2)
         counts.fill_(activated.shape[2])
@@ -143,7 +148,7 @@ def test_taps(way, kernel, dtype):
     elif way == "swapped":
         weight = weight.transpose(2, 3)
     rounded = round_to_tf32(weight.contiguous()) if dtype == torch.float32 else weight
-    forward, backward = (direct_convolution._taps(weight, forward=each) for each in (True, False))
+    forward, backward = (direct_convolution._taps(weight, each) for each in (True, False))
     assert torch.equal(forward, rounded.flip(2, 3).permute(2, 3, 1, 0)) and forward.is_contiguous()
     assert torch.equal(backward, rounded.permute(2, 3, 0, 1)) and backward.is_contiguous()
 
@@ -156,6 +161,31 @@ def test_short_numbers(dtype, format):
         input = images(shape, dtype, format)
         assert takes(input, allowed=False) and takes(input, channels=5, dilation=(2, 1))
         assert not takes(input, stride=(1, 2)) and not takes(input, groups=2) and not takes(input[:0])
+
+
+@by_format
+def test_plain_convolutions(on_hopper, monkeypatch, format):
+    """Outside of the interpreter, those in 16 bits that the kernel for Hopper takes, of up to 128 channels.
+
+    Both axes of the weight are bounded, whichever is the input's.
+    """
+    monkeypatch.setattr(direct_convolution, "INTERPRETED", False)
+
+    def takes(in_channels, out_channels, dtype=torch.bfloat16, **geometry):
+        geometry = dataclasses.replace(PLAIN, **geometry)
+        weight = torch.empty(out_channels, in_channels // geometry.groups, *geometry.kernel_size)
+        return direct_convolution.takes(images((2, in_channels, 7, 5), dtype, format), weight, geometry, True)
+
+    assert takes(64, 64) and takes(128, 64) and takes(64, 128) and takes(32, 40, torch.float16, padding=(1, 1))
+    assert takes(64, 64, kernel_size=(1, 1)) and takes(64, 64, dilation=(2, 1))
+    assert takes(8, 32) and takes(64, 16) and not takes(320, 320) and not takes(64, 256) and not takes(256, 64)
+    assert not takes(72, 44) and not takes(44, 72)  # rows that TMA does not copy
+    assert not takes(64, 64, kernel_size=(5, 5)) and not takes(64, 64, dilation=(9, 1))
+    assert not takes(64, 64, stride=(2, 2)) and not takes(64, 64, groups=2) and not takes(64, 64, torch.float32)
+    monkeypatch.setattr(direct_convolution, "runs_hopper_convolutions", lambda device: False)
+    assert not takes(64, 64)
+    monkeypatch.setattr(direct_convolution, "INTERPRETED", True)
+    assert takes(8, 5) and not takes(8, 5, torch.float32)
 
 
 def test_float32_is_the_librarys_without_the_kernels_for_hopper():
@@ -254,6 +284,34 @@ def test_float32(on_hopper, allow_tf32, few_at_a_time, name, format):
         assert bool(output_error > 5e-5) is taken, "rounded, where it should be, and nowhere else"
 
 
+PLAIN_GEOMETRIES = {
+    "plain": ((3, 3), {}),
+    "padding": ((2, 3), {"padding": (1, 2)}),
+    "wide padding": ((3, 3), {"padding": 4}),
+    "dilation": ((3, 3), {"dilation": (2, 1), "padding": 1}),
+    "same": ((2, 3), {"padding": "same", "dilation": (1, 2)}),
+    "1x1": ((1, 1), {}),
+}
+
+
+@by_format
+@pytest.mark.parametrize("name", PLAIN_GEOMETRIES)
+def test_plain_convolutions_and_their_gradients(on_hopper, few_at_a_time, monkeypatch, name, format):
+    """By the kernels for Hopper, both ways, with a weight gradient in either format."""
+    kernel, geometry = PLAIN_GEOMETRIES[name]
+    ran = []
+    backward = direct_convolution.backward
+    monkeypatch.setattr(direct_convolution, "backward", lambda *each: ran.append(1) or backward(*each))
+    problem = dataclasses.replace(PROBLEM, groups=2, kernel=kernel)
+    arguments = CONV2D_GELU.arguments(problem, torch.bfloat16, geometry=geometry, format=format)
+    arguments["weight"] = arguments["weight"].contiguous(memory_format=format)
+    check(CONV2D_GELU, arguments)
+    results = run(CONV2D_GELU.function, arguments, draw_grad_output(CONV2D_GELU, arguments))
+    assert ran
+    for each in ("output", "input", "weight"):
+        assert results[each].is_contiguous(memory_format=format), each
+
+
 def shape_of(problem, geometry):
     return {"kernel_size": problem.kernel, "dilation": geometry.get("dilation", (1, 1))}
 
@@ -317,6 +375,24 @@ def test_what_is_not_finite(on_hopper, allow_tf32, few_at_a_time, value):
     """In a sample or in its gradient, it shows in the same results as PyTorch's."""
     arguments = arguments_of(torch.channels_last)
     check_not_finite(L19, arguments, draw_grad_output(L19, arguments), value)
+
+
+@by_format
+@pytest.mark.parametrize("name", ["conv2d_group_norm", "conv_transpose2d_group_norm"])
+def test_biases_without_statistics(name, format):
+    """A tensor before the norm takes the statistics from the convolution, which adds both biases all the same."""
+    generator = torch.Generator().manual_seed(0)
+    input, added = (torch.randn(2, 8, 5, 6, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.randn(8, 8, 3, 3, generator=generator).bfloat16()
+    bias, more = torch.randn(2, 8, generator=generator).bfloat16()
+    input = input.contiguous(memory_format=format)
+
+    def apply(functions, input, weight, bias, more, added):
+        return getattr(functions, name)(input, weight, bias, 2, padding=1, before=(p.add(more), p.add(added)))
+
+    given = input, weight, bias, more, added
+    exact = apply(ops.reference, *(each.double() for each in given))
+    torch.testing.assert_close(apply(ops, *given).double(), exact, rtol=1e-2, atol=1e-2)
 
 
 def test_partial_statistics_are_those_of_each_span(on_hopper):

@@ -66,6 +66,25 @@ def test_a_tables_config(tmp_path, monkeypatch):
     assert (step.config, step.source) == (SECOND, str(tables.user_path(gpu)))
 
 
+def test_a_kins_config(tmp_path, monkeypatch):
+    """It says whose entry it is."""
+    monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path))
+    gpu = Gpu.of(torch.device("cpu"))
+    tables.store(tables.user_path(gpu), gpu, entry(SECOND, linear_problem(m=32, n=64, k=64)))
+    lookup.forget()
+    input, weight = torch.randn(32, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    (call,) = ops.explain(lambda x: ops.linear(x, weight, after=(ops.pointwise.silu(),)), input).calls
+    assert (call.steps[0].config, call.steps[0].source) == (SECOND, f"{tables.user_path(gpu)}, of linear_bias")
+    lookup.forget()
+
+
+def test_functions_without_a_norm_are_the_products_own():
+    """However wide the result is: they have no groups that a tile would have to hold."""
+    input, weight = torch.randn(4, 16), torch.randn(1024, 16)
+    (call,) = ops.explain(lambda x: ops.linear(x, weight, after=(ops.pointwise.silu(),)), input).calls
+    assert [step.name for step in call.steps] == ["linear_kernel"]
+
+
 def test_a_config_that_is_not_looked_up():
     """The weight's gradient in float32 is a product of matrices that are copied first, always with one config."""
     _, backward = ops.explain(model(), torch.randn(8, 16)).calls

@@ -17,20 +17,32 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 FUNCTIONS = [
     "bias_hardtanh_mish",
+    "conv2d_group_norm",
     "conv_transpose2d_gelu_group_norm",
+    "conv_transpose2d_group_norm",
     "gelu_group_norm",
     "group_norm",
     "group_norm_hardtanh",
+    "layer_norm",
     "linear",
+    "linear_group_norm",
     "linear_group_norm_hardtanh",
     "linear_group_norm_min",
     "linear_hardtanh_mish_group_norm",
+    "linear_layer_norm",
 ]
 MODULES = [
+    "Conv2dGroupNorm",
     "ConvTranspose2dGeluGroupNorm",
+    "ConvTranspose2dGroupNorm",
+    "GroupNorm",
+    "LayerNorm",
+    "Linear",
+    "LinearGroupNorm",
     "LinearGroupNormHardtanh",
     "LinearGroupNormMin",
     "LinearHardtanhMishGroupNorm",
+    "LinearLayerNorm",
 ]
 
 
@@ -51,7 +63,7 @@ def python(code: str, *first_on_path: Path) -> subprocess.CompletedProcess:
 def test_names():
     assert ops.__all__ == sorted(ops.__all__)
     adopting = {"Chain", "ExplainedCall", "ExplainedStep", "Explanation", "explain"}
-    adopting |= {"FusionEntry", "FusionReport", "fuse", "unfuse", "reference", "tensor_parallel"}
+    adopting |= {"FusionEntry", "FusionReport", "fuse", "unfuse", "pointwise", "reference", "tensor_parallel"}
     assert set(ops.__all__) == {*FUNCTIONS, *MODULES, *adopting}
 
 

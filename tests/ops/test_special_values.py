@@ -22,6 +22,7 @@ from tests.chains import (
     NORMS,
     Problem,
     chain_id,
+    doubled,
     make_arguments,
     tensors_of,
 )
@@ -221,7 +222,7 @@ def test_special_gradients_of_clipped_norms(chain, problem, dtype):
     """The same behind a norm, whose every gradient then stays what it is without those elements."""
     arguments = make_arguments(chain, problem, dtype)
     arguments["min_val"], arguments["max_val"] = -0.75, 0.75
-    clipped = (chain.before_jump(arguments).abs() > 0.85).nonzero()[:3].unbind(1)
+    clipped = (chain.before_jumps(arguments)[0][0].abs() > 0.85).nonzero()[:3].unbind(1)
     grad_output = draw_grad_output(chain, arguments, unsafe="keep")
     grad_output[clipped] = 0.0
     expected = run(chain.function, arguments, grad_output)
@@ -235,7 +236,7 @@ def test_special_gradient_of_a_clipped_product(problem, dtype):
     """L94 clips before its norm, which spreads an infinite gradient over its group; not to what was clipped there."""
     arguments = make_arguments(L94, Problem(1, problem.depth, problem.groups, problem.group_size), dtype)
     arguments["min_val"], arguments["max_val"] = -0.5, 0.5
-    value = L94.before_jump(arguments)[0]
+    value = L94.before_jumps(arguments)[0][0][0]
     far = (value.abs() - 0.5).abs() > 0.05
     by_group = (value.abs() > 0.5).view(problem.groups, -1)
     mixed = by_group.any(1) & ~(by_group | ~far.view_as(by_group)).all(1)
@@ -301,7 +302,7 @@ def test_tie_goes_to_the_first():
 def test_argmin_holds_the_minimum(problem, dtype):
     """Of random rows, one at a time: what gets the gradient is no further from the least than rounding."""
     arguments = make_arguments(L75, problem, dtype)
-    normalized = L75.before_jump({k: v.double() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()})
+    normalized = L75.before_jumps(doubled(arguments))[0][0]
     for row in range(problem.rows):
         one = {**arguments, "input": arguments["input"][row : row + 1]}
         received = run(L75.function, one, torch.ones(1, problem.channels, 1, 1, dtype=dtype))["norm_bias"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ops import tensor_parallel
-from tests.ops import sharded_functions, sharded_modules  # noqa: F401  (registers the checks)
+from tests.ops import sharded_family, sharded_functions, sharded_modules  # noqa: F401  (registers the checks)
 from tests.ops.shards import CHECKS, World
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from triton_kernels.reference import plain
 ROWS, GROUPS, GROUP_SIZE = 37, 6, 8
 CHANNELS = GROUPS * GROUP_SIZE
 ADD_TENSOR, MUL_TENSOR = replace(ADD, operand="tensor"), replace(MUL, operand="tensor")
+MUL_SCALAR = replace(MUL, operand="scalar")
 BOUNDS = (-0.75, 1.25)
 
 
@@ -26,6 +27,15 @@ def added(z, *operands):
     for operand in operands:
         z = z if operand is None else z + operand
     return z
+
+
+def earlier_before(z, *operands):
+    z = added(z, *operands[:2])
+    return added(z, operands[2]) * operands[3] * z
+
+
+def earlier_after(x, vector, scalar):
+    return (F.gelu(added(x, vector)) + x) * scalar
 
 
 #: Each chain, and what it is of the product and the operands. Vectors and tensors stand first, last, beside the norm
@@ -47,6 +57,14 @@ CHAINS = {
         Chain("linear", before=(ADD,), after=(ADD_TENSOR, GELU, MUL_TENSOR, HARDTANH, ADD)),
         lambda z, o: F.hardtanh(F.gelu(norm(z + o[0] + o[1], o[2], o[3]) + o[4]) * o[6], *o[7]) + o[8],
     ),
+    "earlier values": (
+        Chain(
+            "linear",
+            before=(ADD, ADD, MUL_SCALAR, MUL.with_operand("earlier 2")),
+            after=(ADD, GELU, ADD.with_operand("earlier 2"), MUL_SCALAR),
+        ),
+        lambda z, o: earlier_after(norm(earlier_before(z, *o[:4]), o[5], o[6]), o[7], o[10]),
+    ),
     "no norm": (
         Chain("linear", before=(MISH, MUL, ADD_TENSOR, ADD, HARDTANH), norm=""),
         lambda z, o: F.hardtanh(F.mish(z + o[0]) * o[2] + o[3] + o[4], *o[5]),
@@ -60,7 +78,7 @@ def draw(*shape, seed=0):
 
 
 def operands_of(chain, rows=ROWS):
-    shapes = {"vector": (CHANNELS,), "tensor": (rows, CHANNELS)}
+    shapes = {"scalar": (1,), "vector": (CHANNELS,), "tensor": (rows, CHANNELS)}
     return tuple(
         draw(*shapes[step.operand], seed=place) + (step.name == "mul")
         if step.has_tensor
@@ -116,6 +134,11 @@ def backward(chain, z, gradient, operands, gradients, rows_per_program=8):
     return input_gradient
 
 
+def empty_gradient(step, operand):
+    """The memory that the passes write: of one value for all, sums of each channel."""
+    return torch.full((CHANNELS,) if step.operand == "scalar" else operand.shape, torch.nan)
+
+
 def check_passes(name, rows_per_program, z, operands, exact_operands, exact_z):
     """The passes of ``z`` and ``operands`` against the formula of the exact ones."""
     chain, formula = CHAINS[name]
@@ -130,15 +153,13 @@ def check_passes(name, rows_per_program, z, operands, exact_operands, exact_z):
     close(output, expected)
     # A vector that is in z already gets its gradient; any other that is absent has none.
     gradients = [
-        torch.full(exact.shape, torch.nan)
-        if exact is not None and (mine is not None or place < len(chain.biases))
-        else None
-        for place, (mine, exact) in enumerate(zip(operands, of_operands, strict=True))
+        empty_gradient(step, exact) if exact is not None and (mine is not None or place < len(chain.biases)) else None
+        for place, (step, mine, exact) in enumerate(zip(chain.steps, operands, of_operands, strict=True))
     ]
     close(backward(chain, z, gradient, operands, gradients, rows_per_program), of_z)
     for mine, exact in zip(gradients, of_operands, strict=True):
         if mine is not None:
-            close(mine, exact)
+            close(mine if mine.shape == exact.shape else mine.sum(0, keepdim=True), exact)
 
 
 @by_chain
@@ -178,7 +199,8 @@ def test_some_gradients(name):
     """One that is wanted does not depend on the others, and is rounded once to its dtype."""
     chain, _ = CHAINS[name]
     z, gradient, operands = draw(ROWS, CHANNELS, seed=22), draw(ROWS, CHANNELS, seed=23), operands_of(chain)
-    every = [torch.empty_like(each) if isinstance(each, torch.Tensor) else None for each in operands]
+    pairs = zip(chain.steps, operands, strict=True)
+    every = [empty_gradient(step, each) if isinstance(each, torch.Tensor) else None for step, each in pairs]
     backward(chain, z, gradient, operands, every)
     for place, expected in enumerate(every):
         if expected is not None:

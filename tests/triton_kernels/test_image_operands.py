@@ -37,23 +37,30 @@ def exact_chain(chain, values, operands, num_groups, gradient):
     """The result, and the gradients of the values and of the operands that are tensors, in float64."""
     leaves = [each.double().requires_grad_() if isinstance(each, torch.Tensor) else each for each in operands]
     input = value = values.double().requires_grad_()
+    known = []
     for place, (step, operand) in enumerate(zip(chain.steps, leaves, strict=True)):
         if place == len(chain.steps) - len(chain.last):
             value = torch.group_norm(value, num_groups)
+        known.append(value)
+        if step.earlier:
+            operand = known[place - step.earlier]
         if operand is not None or not step.has_tensor:
-            value = step.plain(value, operand[:, None] if step.operand == "vector" else operand)
+            value = step.plain(value, operand[..., None] if step.operand in ("vector", "sample") else operand)
     tensors = [input, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
     return value.detach(), *torch.autograd.grad(value, tensors, gradient.double())
 
 
 def our_chain(chain, values, operands, num_groups, gradient, config, wanted=None):
     """The same from kernels. ``wanted`` operands have gradients; all that are tensors, if None."""
+    channels = values.shape[1:2]  # of one value for all, sums of each channel are written
     statistics = image_statistics(values, num_groups, 1e-5, config, chain, operands)
     output, input_gradient = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
     image_group_norm(values, statistics, chain, operands, config, output=output)
     gradients = [
-        torch.full_like(each, torch.nan) if isinstance(each, torch.Tensor) and (wanted is None or i in wanted) else None
-        for i, each in enumerate(operands)
+        (torch.full(channels, torch.nan) if step.operand == "scalar" else torch.full_like(each, torch.nan))
+        if isinstance(each, torch.Tensor) and (wanted is None or i in wanted)
+        else None
+        for i, (step, each) in enumerate(zip(chain.steps, operands, strict=True))
     ]
     sums = empty_sums(chain, gradients, values, config)
     options = {"input_gradient": input_gradient, "sums": sums}
@@ -100,6 +107,36 @@ def test_what_is_wanted(wanted):
     expected = (*every[:2], *(every[2 + tensors.index(i)] for i in wanted))
     for result, truth in zip(some, expected, strict=True):
         assert torch.equal(result, truth)
+
+
+ADD_SAMPLE, MUL_SAMPLE, MUL_SCALAR = ADD.with_operand("sample"), MUL.with_operand("sample"), MUL.with_operand("scalar")
+#: One value for all, one a channel of each sample, and earlier values; the first and the last of them reach back to
+#: where their part begins.
+EVERY = Chain(
+    "conv_transpose2d",
+    before=(ADD, ADD_SAMPLE, MUL_SCALAR, GELU, MUL.with_operand("earlier 3")),
+    after=(HARDTANH, MUL_SAMPLE, MUL_SCALAR, ADD.with_operand("earlier 3")),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size, config", ANYWHERE_SIZES, ids=str)
+def test_operands_of_every_kind(size, config, dtype):
+    samples, num_groups, group_size, pixels = size
+    C = num_groups * group_size
+    shapes = {"vector": (C,), "scalar": (1,), "sample": (samples, C)}
+    operands = [
+        normal(1, *shapes[step.operand], seed=place)[0].to(dtype) if step.has_tensor else None
+        for place, step in enumerate(EVERY.steps)
+    ]
+    operands[EVERY.steps.index(HARDTANH)] = BOUNDS
+    values, gradient = (each.to(dtype) for each in normal(2, samples, C, pixels, seed=pixels))
+    results = our_chain(EVERY, values, operands, num_groups, gradient, config or ImageNormConfig.fit(values))
+    truths = exact_chain(EVERY, values, operands, num_groups, gradient)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for result, truth in zip(results, truths, strict=True):
+        result = result.double() if result.shape == truth.shape else result.double().sum(0, keepdim=True)
+        assert (result - truth).norm() <= tolerance * truth.norm()
 
 
 def test_gradient_of_an_absent_bias():

@@ -1,0 +1,83 @@
+"""Arithmetic as pointwise functions: by numbers, or by tensors of any kind.
+
+All but products with a tensor end rounded, as ``rounded_product`` says. A chain rounds these where a norm follows.
+"""
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+
+from triton_kernels.pointwise import ADD, MUL, Pointwise, add, mul, rounded_product
+
+
+@triton.jit
+def sub(value, operand):
+    return value - operand
+
+
+@triton.jit
+def sub_gradient(gradient, value, operand):
+    return gradient, -gradient
+
+
+@triton.jit
+def div(value, operand):
+    """value / operand, rounded as IEEE 754 says, as in PyTorch."""
+    return tl.div_rn(value, operand)
+
+
+@triton.jit
+def div_gradient(gradient, value, operand):
+    return tl.div_rn(gradient, operand), -gradient * tl.div_rn(tl.div_rn(value, operand), operand)
+
+
+@triton.jit
+def add_number(value, numbers):
+    return add(value, numbers[0])
+
+
+@triton.jit
+def shift_gradient(gradient, value, numbers):
+    return gradient
+
+
+@triton.jit
+def sub_number(value, numbers):
+    return sub(value, numbers[0])
+
+
+@triton.jit
+def mul_number(value, numbers):
+    return rounded_product(value, numbers[0])
+
+
+@triton.jit
+def mul_number_gradient(gradient, value, numbers):
+    return mul(gradient, numbers[0])
+
+
+@triton.jit
+def div_number(value, numbers):
+    """The number is added to -0, which leaves it as it is, though it be -0."""
+    return div(value, tl.zeros_like(value) * -1.0 + numbers[0])
+
+
+@triton.jit
+def div_number_gradient(gradient, value, numbers):
+    return div(gradient, tl.zeros_like(gradient) * -1.0 + numbers[0])
+
+
+SUB = Pointwise("sub", sub, sub_gradient, lambda value, operand: value - operand, "vector")
+DIV = Pointwise("div", div, div_gradient, lambda value, operand: value / operand, "vector")
+ADD_NUMBER = Pointwise("add", add_number, shift_gradient, lambda value, numbers: value + numbers[0], "numbers")
+SUB_NUMBER = Pointwise("sub", sub_number, shift_gradient, lambda value, numbers: value - numbers[0], "numbers")
+MUL_NUMBER = Pointwise("mul", mul_number, mul_number_gradient, lambda value, numbers: value * numbers[0], "numbers")
+DIV_NUMBER = Pointwise("div", div_number, div_number_gradient, lambda value, numbers: value / numbers[0], "numbers")
+
+
+#: By an operand: numbers, and each kind of tensor.
+ARITHMETIC = (
+    ADD_NUMBER, SUB_NUMBER, MUL_NUMBER, DIV_NUMBER, ADD, SUB, MUL, DIV,
+    *(replace(each, operand=kind) for kind in ("scalar", "sample", "tensor") for each in (ADD, SUB, MUL, DIV)),
+)  # fmt: skip
