@@ -6,14 +6,13 @@ from importlib import import_module
 from typing import Any
 
 from autotune_configs.chains import CHAINS, DTYPES, PASSES, NamedChain
-from triton_kernels.built_in import BUILT_IN, name_of
+from triton_kernels.built_in import NAMED, named
 from triton_kernels.chain import Chain
 from triton_kernels.row_minimum import ROW_MINIMUM
 
 _ARROW = "->"
 #: Groups of a norm, where none are written.
 _NUM_GROUPS = 32
-_FUNCTIONS = {name_of(each): each for each in BUILT_IN}
 _WORD = re.compile(r"(no )?([a-z0-9_]+(?: [a-z]+(?: \d+)?)?)(?:\(([^()]*)\))?")
 _VARIABLE = re.compile(r"([\w.]+):(\w+)(?:\((\d+)\))?")
 
@@ -71,14 +70,10 @@ def _of_words(text: str) -> tuple[Chain, int]:
         elif name == ROW_MINIMUM.name:
             reduction = ROW_MINIMUM
         else:
-            name, _, kind = name.partition(" ")
-            if numbers and f"{name} numbers" in _FUNCTIONS:
-                kind = "numbers"
-            known = _FUNCTIONS.get(f"{name} {kind}".strip())
-            if kind.startswith("earlier ") and f"{name} tensor" in _FUNCTIONS:
-                known = _FUNCTIONS[f"{name} tensor"].with_operand(kind)
+            of_numbers = f"{name.split()[0]} numbers"
+            known = named(of_numbers if numbers and of_numbers in NAMED else name)
             if known is None:
-                raise ValueError(f"{name!r} in {text!r} is not one of {', '.join(_FUNCTIONS)}")
+                raise ValueError(f"{name!r} in {text!r} is not one of {', '.join(NAMED)}")
             steps[norm].append(known)
     return Chain(contraction, tuple(steps[""]), norm, tuple(steps["group_norm"]), reduction), num_groups
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from ops.convolution import IS_TRANSPOSED, Geometry
-from triton_kernels.built_in import BUILT_IN, name_of
+from triton_kernels.built_in import NAMED, name_of, named
 from triton_kernels.chain import Chain, Reduction
 from triton_kernels.launch import call as do
-from triton_kernels.pointwise import Pointwise
 from triton_kernels.row_minimum import ROW_MINIMUM
 
 _REDUCTIONS: dict[str, Reduction] = {ROW_MINIMUM.name: ROW_MINIMUM}
@@ -25,15 +24,7 @@ _CONTRACTIONS = ("linear", *IS_TRANSPOSED)
 _OTHER_NAMES = (*_CONTRACTIONS, "group_norm", *_REDUCTIONS)
 _ARROW = " -> "
 #: The pointwise functions that a text may name.
-_POINTWISE = {name_of(each): each for each in BUILT_IN}
-
-
-def _known(name: str) -> Pointwise | None:
-    """The function that a text may name so."""
-    function, earlier, steps = name.partition(" earlier ")
-    if earlier and name not in _POINTWISE and f"{function} tensor" in _POINTWISE:
-        return _POINTWISE[f"{function} tensor"].with_operand(f"earlier {steps}")
-    return _POINTWISE.get(name)
+_POINTWISE = dict(NAMED)
 
 
 def register(chain: Chain) -> None:
@@ -115,7 +106,7 @@ def parse(text: str) -> Call:
             options |= {"num_groups": int(numbers[0]), "eps": numbers[1]}
         elif name in _REDUCTIONS:
             reduction, options["has_bias"] = _REDUCTIONS[name], bool(numbers[0])
-        elif step := _known(name):
+        elif step := named(name, _POINTWISE):
             steps.append((step, numbers, not absent))
         else:
             raise ValueError(

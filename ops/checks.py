@@ -55,12 +55,6 @@ def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def vector(name: str, tensor: torch.Tensor | None, length: int) -> None:
-    """It is None or has one value per channel: its shape is ``(length,)``, or the same with leading ones."""
-    if tensor is not None and not is_vector(tensor.shape, length):
-        raise ValueError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
-
-
 def operand(name: str, kind: str, shape: tuple[int, ...], values: Sequence[int], axis: int) -> None:
     """An operand of this kind (``triton_kernels.pointwise.Pointwise``) fits ``values``, whose channels are at ``axis``,
     counted from behind."""
@@ -81,7 +75,7 @@ def operand(name: str, kind: str, shape: tuple[int, ...], values: Sequence[int],
 
 
 def is_vector(shape: tuple[int, ...], length: int) -> bool:
-    """Whether a tensor of this shape holds one value a channel, as ``vector`` takes it."""
+    """Whether a tensor of this shape holds one value a channel: ``(length,)``, or the same with leading ones."""
     return shape[-1:] == (length,) and math.prod(shape) == length
 
 

@@ -57,10 +57,7 @@ class LinearGroupNorm(OfRows):
         self.linear, self.before, self.norm, self.after = linear, Steps("before", before), norm, Steps("after", after)
 
     def _fused(self, input: Tensor) -> Tensor:
-        linear, norm = self.linear, self.norm
-        return composed.linear_group_norm(
-            input, linear.weight, linear.bias, norm.num_groups, norm.weight, norm.bias, **self._steps(), eps=norm.eps
-        )
+        return composed.linear_group_norm(input, *self._operands(), **self._steps(), eps=self.norm.eps)
 
 
 class LinearLayerNorm(OfRows):
@@ -167,21 +164,11 @@ class Conv2dGroupNorm(OfImages):
         self.conv, self.before, self.norm, self.after = conv, Steps("before", before), norm, Steps("after", after)
 
     def _fused(self, input: Tensor) -> Tensor:
-        conv, norm = self._layer_and_norm()
-        if conv.padding_mode != "zeros":  # set on the layer afterwards
+        if self.conv.padding_mode != "zeros":  # set on the layer afterwards
             return self._one_by_one(input)
-        geometry = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups")}
-        return composed.conv2d_group_norm(
-            input,
-            conv.weight,
-            conv.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            **geometry,
-            **self._steps(),
-            eps=norm.eps,
-        )
+        options = {name: getattr(self.conv, name) for name in ("stride", "padding", "dilation", "groups")}
+        options |= self._steps()
+        return composed.conv2d_group_norm(input, *self._operands(), **options, eps=self.norm.eps)
 
 
 class ConvTranspose2dGroupNorm(OfImages):
@@ -259,18 +246,8 @@ class ConvTranspose2dGroupNorm(OfImages):
         )
 
     def _fused(self, input: Tensor) -> Tensor:
-        layer, norm = self._layer_and_norm()
-        options = {name: getattr(layer, name) for name in convolution.DEFAULTS} | self._steps()
-        return composed.conv_transpose2d_group_norm(
-            input,
-            layer.weight,
-            layer.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            **options,
-            eps=norm.eps,
-        )
+        options = {name: getattr(self.conv_transpose, name) for name in convolution.DEFAULTS} | self._steps()
+        return composed.conv_transpose2d_group_norm(input, *self._operands(), **options, eps=self.norm.eps)
 
 
 class Linear(Fused, nn.Linear):

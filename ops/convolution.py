@@ -1,6 +1,5 @@
 """2-D convolutions, plain and transposed: geometry, checks, memory format, and the calls of cuDNN."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,10 +164,6 @@ def check(
             f"padding must leave an output of at least 1 x 1 pixels, got {padding}, which makes it {rows} x {columns}"
         )
     return geometry
-
-
-check_conv2d = functools.partial(check, False)
-check_conv_transpose2d = functools.partial(check, True)
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:

@@ -79,7 +79,7 @@ def _fits(chain, input, weight, biases, operands, last, options) -> bool:
             channels = weight.shape[0]
         else:
             geometry = {name: options[name] for name in convolution.DEFAULTS}
-            channels = weight.shape[1] * convolution.check_conv_transpose2d(input, weight, **geometry).groups
+            channels = weight.shape[1] * convolution.check(True, input, weight, **geometry).groups
         checks.groups(channels, num_groups)
         checks.epsilon(eps)
         checks.approximate(options.get("approximate", "none"))

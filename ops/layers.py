@@ -104,6 +104,11 @@ class Fused(nn.Module, ABC):
         layer, norm, *_ = self._layers
         return getattr(self, layer), getattr(self, norm)
 
+    def _operands(self) -> tuple[Any, Any, Any, Any, Any]:
+        """The layer's and the norm's arguments of a function of ``ops``."""
+        layer, norm = self._layer_and_norm()
+        return layer.weight, layer.bias, norm.num_groups, norm.weight, norm.bias
+
     def _before(self, values: Tensor) -> Tensor:
         """What is between the layer and the norm, without fusion."""
         return self.before(values) if "before" in self._layers else values

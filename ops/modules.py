@@ -72,19 +72,16 @@ class LinearHardtanhMishGroupNorm(_WithBias, OfRows):
         return nn.functional.mish(self.hardtanh(values if self.bias is None else values + self.bias.view(-1)))
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
-        gemm, hardtanh, norm = self.gemm, self.hardtanh, self.groupnorm
+        operands = self._operands()
         bias = self.bias if self.bias is None or self.bias.ndim == 1 else self.bias.view(-1)
         return functions.linear_hardtanh_mish_group_norm(
             input,
-            gemm.weight,
-            gemm.bias,
+            *operands[:2],
             bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            min_val=hardtanh.min_val,
-            max_val=hardtanh.max_val,
-            eps=norm.eps,
+            *operands[2:],
+            min_val=self.hardtanh.min_val,
+            max_val=self.hardtanh.max_val,
+            eps=self.groupnorm.eps,
         )
 
 
@@ -139,10 +136,7 @@ class LinearGroupNormMin(_WithBias):
         return minimum if self.bias is None else minimum + self.bias
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
-        gemm, norm = self.gemm, self.group_norm
-        return functions.linear_group_norm_min(
-            input, gemm.weight, gemm.bias, norm.num_groups, norm.weight, norm.bias, self.bias, eps=norm.eps
-        )
+        return functions.linear_group_norm_min(input, *self._operands(), self.bias, eps=self.group_norm.eps)
 
 
 class LinearGroupNormHardtanh(OfRows):
@@ -198,17 +192,9 @@ class LinearGroupNormHardtanh(OfRows):
         return self.hardtanh(values)
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
-        gemm, norm, hardtanh = self.gemm, self.group_norm, self.hardtanh
+        least, most = self.hardtanh.min_val, self.hardtanh.max_val
         return functions.linear_group_norm_hardtanh(
-            input,
-            gemm.weight,
-            gemm.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            min_val=hardtanh.min_val,
-            max_val=hardtanh.max_val,
-            eps=norm.eps,
+            input, *self._operands(), min_val=least, max_val=most, eps=self.group_norm.eps
         )
 
 
@@ -270,8 +256,5 @@ class ConvTranspose2dGeluGroupNorm(OfImages):
         return nn.functional.gelu(values)
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
-        conv, norm = self._layer_and_norm()
-        geometry = {name: getattr(conv, name) for name in convolution.DEFAULTS}
-        return functions.conv_transpose2d_gelu_group_norm(
-            input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, **geometry, eps=norm.eps
-        )
+        geometry = {name: getattr(self.conv_transpose, name) for name in convolution.DEFAULTS}
+        return functions.conv_transpose2d_gelu_group_norm(input, *self._operands(), **geometry, eps=self.group_norm.eps)

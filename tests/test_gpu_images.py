@@ -12,8 +12,7 @@ import torch
 
 import ops
 from autotune_configs import lookup
-from ops import direct_convolution, precision
-from ops.convolution import check_conv_transpose2d
+from ops import convolution, direct_convolution, precision
 from tests import gpu
 from tests.accuracy import check, check_inference, check_not_finite, draw_grad_output, run
 from tests.chains import DTYPES, L19, Problem, chain_id
@@ -132,7 +131,7 @@ def test_float32_images_take_the_kernels_for_hopper(name, format):
     """In either format, where PyTorch allows TF32; at these sizes its own contiguous convolutions are TF32 too."""
     problem, options = CONVOLUTIONS[name]
     input, weight = (image_arguments(problem, {}, torch.float32, format)[each] for each in ("input", "weight"))
-    geometry = check_conv_transpose2d(input, weight, 1, 0, 0, 1, 1)
+    geometry = convolution.check(True, input, weight, 1, 0, 0, 1, 1)
     assert not options and precision.convolutions_allow_tf32()
     assert direct_convolution.takes(input, weight, geometry, True)
     assert not direct_convolution.takes(input, weight, geometry, False)

@@ -109,7 +109,7 @@ class Gemm:
             # Its code for them has 8 bytes on the stack in most kernels and 176 at most, where 3.7 leaves nothing.
             return 192
         on_blackwell = arch == 100 and self.dtype.itemsize == 2
-        if any(step.operand == "tensor" for step in self.chain.steps):
+        if self.chain.takes_tensors:
             return 64 if on_blackwell else 0
         if on_blackwell and self.chain not in (chains.LINEAR, *NORMALISING):
             return 256  # of five vectors and functions before the norm
@@ -208,7 +208,11 @@ def test_tiles_of_kin(chain, m):
         gemm = Gemm(chain, torch.bfloat16, *sizes, saved=saved, config=found.config)
         (compiled,) = compile_launches(gemm.launch, gpu.architecture)
         assert compiled.fits and "wgmma" in compiled.ptx
-        assert compiled.spilled_bytes <= 64 + more_spills(gpu.architecture), (found.config, compiled.spilled_bytes)
+        allowed = 96 if VERSION < (3, 7) else 64
+        if VERSION >= (3, 9) and activations.SOFTPLUS in chain.before:
+            allowed = 656  # once a tile; 3.9 alone keeps that much of softplus
+        allowed += more_spills(gpu.architecture)
+        assert compiled.spilled_bytes <= allowed, (found.config, compiled.spilled_bytes)
 
 
 @pytest.mark.parametrize("table, gemm", list(table_gemms()))

@@ -3,6 +3,7 @@
 import copyreg
 import math
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pickle import PicklingError
 from typing import Any
@@ -28,6 +29,17 @@ def name_of(step: Pointwise) -> str:
     """What texts call it. An operand of another kind than the usual is named too: arithmetic's is a vector."""
     usual = "vector" if step.name in _ARITHMETIC else (step.declared or step).operand
     return step.name if step.operand == usual else f"{step.name} {step.operand}"
+
+
+#: By what texts call them.
+NAMED = {name_of(each): each for each in BUILT_IN}
+
+
+def named(name: str, functions: Mapping[str, Pointwise] = NAMED) -> Pointwise | None:
+    """The one of these functions that a text calls so, or None."""
+    function, earlier, steps = name.partition(" earlier ")
+    of_tensor = functions.get(f"{function} tensor") if earlier else None
+    return functions.get(name) or (of_tensor and of_tensor.with_operand(f"earlier {steps}"))
 
 
 def _pickled(function: Pointwise) -> tuple:

@@ -126,6 +126,11 @@ class Chain:
         """All pointwise functions in order: ``biases``, ``activation`` and ``last``."""
         return self._first + self.last
 
+    @cached_property
+    def takes_tensors(self) -> bool:
+        """Whether a step takes a tensor of the value's shape."""
+        return any(step.operand == "tensor" for step in self.steps)
+
     def of_dtype(self, dtype: torch.dtype) -> "Chain":
         """The chain as precise as values of ``dtype`` are."""
         before, after = (tuple(step.form(dtype) for step in steps) for steps in (self.before, self.after))

@@ -279,7 +279,7 @@ def group_norm_backward(
         KINDS=kinds,
         GROUP_SIZE=group_size,
         # Tensors would have to fit into shared memory too.
-        STAGES=1 if any(step.operand == "tensor" for step in chain.steps) else config.num_stages,
+        STAGES=1 if chain.takes_tensors else config.num_stages,
         AXIS=config.whole_axis(group_size),
         **config.blocks(group_size),
         config=config,

@@ -45,7 +45,7 @@ class ImageNormConfig:
         images would not fit there too, and 64-bit indices take the registers.
         """
         S = image.shape[2]
-        if S >= 2**30 or any(step.operand == "tensor" for step in chain.steps):
+        if S >= 2**30 or chain.takes_tensors:
             return 1
         return min(2 if image.dtype == torch.float32 else 3, self.strip, self.tiles(S))
 

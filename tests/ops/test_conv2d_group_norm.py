@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 
 import ops
+from ops import convolution, tensor_parallel
 from ops import pointwise as p
-from ops import tensor_parallel
 from ops.calls import parse
-from ops.convolution import check_conv2d, in_numbers
+from ops.convolution import in_numbers
 from tests import images
 from tests.accuracy import check, check_inference, draw_grad_output, run
 from tests.chains import DTYPES, Problem, chain_id
@@ -191,8 +191,8 @@ def test_text(name):
     arguments = arguments_of(name)
     padding, extra = in_numbers(arguments["weight"], 1, arguments.get("padding", 0), arguments.get("dilation", 1))
     sizes = {"stride": 1, "dilation": 1, "groups": 1, **geometry_of(arguments)}
-    geometry = check_conv2d(
-        arguments["input"], arguments["weight"], **{**sizes, "padding": padding, "output_padding": extra}
+    geometry = convolution.check(
+        False, arguments["input"], arguments["weight"], **{**sizes, "padding": padding, "output_padding": extra}
     )
     words = ", ".join(map(str, (*geometry.numbers, 0)))
     call = parse(f"conv2d({words}) -> add -> group_norm(3, 1e-05) -> no mul -> add -> silu")
@@ -215,7 +215,7 @@ def test_output_size(kernel, size, stride, padding, dilation):
 
     def geometry():
         numbers, extra = in_numbers(weight, stride, padding, dilation)
-        return check_conv2d(input, weight, stride, numbers, extra, dilation, 1)
+        return convolution.check(False, input, weight, stride, numbers, extra, dilation, 1)
 
     try:
         expected = F.conv2d(input, weight, None, stride, padding, dilation).shape[2:]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 
 import ops
-from ops.convolution import check_conv_transpose2d
+from ops import convolution
 from tests import images
 from tests.accuracy import check, check_not_finite, draw_grad_output, run
 from tests.chains import DTYPES, L19, LAYOUTS, Problem, chain_id, tensors_of, with_layout
@@ -65,7 +65,7 @@ def is_possible(arguments):
     geometry = {"groups": 1, **{name: arguments[name] for name in names if name in arguments}}
     input, weight = torch.ones_like(arguments["input"]), torch.ones_like(arguments["weight"])
     try:
-        check_conv_transpose2d(input, weight, **geometry)
+        convolution.check(True, input, weight, **geometry)
     except ValueError:
         return False
     return bool(torch.conv_transpose2d(input, weight, None, **geometry).any())

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
 from ops import convolution
-from ops.convolution import Geometry, check_conv_transpose2d, memory_format
+from ops.convolution import Geometry, memory_format
 
 INPUT, WEIGHT = torch.ones(2, 4, 5, 6), torch.ones(4, 3, 3, 2)
 VALID = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
@@ -24,7 +24,7 @@ def check_refused(error, message, input=INPUT, weight=WEIGHT, **changes):
     """By the check alone and by the public function, before anything runs."""
     arguments = {**VALID, **changes}
     for call in (
-        lambda: check_conv_transpose2d(input, weight, **arguments),
+        lambda: convolution.check(True, input, weight, **arguments),
         lambda: ops.conv_transpose2d_gelu_group_norm(input, weight, None, 1, **arguments),
     ):
         with pytest.raises(error) as raised, NothingRuns():
@@ -56,14 +56,14 @@ def test_output_size(kernel, size, stride, padding, output_padding, dilation):
         expected = F.conv_transpose2d(input, weight, None, stride, padding, output_padding, 1, dilation).shape[2:]
     except RuntimeError:
         with pytest.raises(ValueError):
-            check_conv_transpose2d(input, weight, stride, padding, output_padding, dilation, 1)
+            convolution.check(True, input, weight, stride, padding, output_padding, dilation, 1)
         return
-    geometry = check_conv_transpose2d(input, weight, stride, padding, output_padding, dilation, 1)
+    geometry = convolution.check(True, input, weight, stride, padding, output_padding, dilation, 1)
     assert geometry.output_size(*size) == tuple(expected)
 
 
 def test_geometry():
-    geometry = check_conv_transpose2d(INPUT, WEIGHT, 2, [1, 0], (1, 0), torch.Size((1, 2)), 2)
+    geometry = convolution.check(True, INPUT, WEIGHT, 2, [1, 0], (1, 0), torch.Size((1, 2)), 2)
     assert geometry == Geometry((3, 2), (2, 2), (1, 0), (1, 0), (1, 2), 2)
     assert hash(geometry) == hash(Geometry((3, 2), (2, 2), (1, 0), (1, 0), (1, 2), 2))
     with pytest.raises(AttributeError):
@@ -201,7 +201,7 @@ def test_library_follows_pytorchs_settings(monkeypatch, setting):
 
     monkeypatch.setattr(torch, "convolution", record(torch.convolution))
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", setting)
-    geometry = check_conv_transpose2d(INPUT, WEIGHT, **VALID)
+    geometry = convolution.check(True, INPUT, WEIGHT, **VALID)
     convolution.convolve(INPUT, WEIGHT, geometry, torch.contiguous_format)
     assert seen == [setting]
 
@@ -211,7 +211,7 @@ def test_library_keeps_the_format(format):
     """The input's, whatever the weight's is; the gradients' are those of what they are gradients of."""
     input = INPUT.to(memory_format=format)
     for weight in (WEIGHT, WEIGHT.to(memory_format=torch.channels_last)):
-        geometry = check_conv_transpose2d(input, weight, **VALID)
+        geometry = convolution.check(True, input, weight, **VALID)
         z = convolution.convolve(input, weight, geometry, convolution.memory_format(input))
         assert z.shape == (2, 3, 7, 7) and z.is_contiguous(memory_format=format)
         gradients = convolution.convolution_gradients(z, input, weight, geometry, (True, True))

@@ -359,14 +359,14 @@ def passes(chain, dtype):
 @pytest.mark.parametrize("step", EACH, ids=name_of)
 def test_compiled_offline(step, arch):
     """In a norm's passes no function spills registers, and none drops a NaN, as the plain minimum and maximum do."""
-    for chain in (Chain(before=(step,)), Chain(after=(step,))):
-        compiled = compile_launches(lambda chain=chain: passes(chain, torch.bfloat16), arch)
-        assert {"group_norm_kernel", "group_norm_backward_kernel"} <= {each.name for each in compiled}
-        for each in compiled:
-            assert each.fits and each.spilled_bytes <= more_spills(arch), each.name
-            assert not re.search(r"\b(min|max)(\.ftz)?\.f32", each.ptx), each.name
-            if each.name == "group_norm_kernel" and step is not a.TANH:
-                assert "ex2.approx.ftz" not in each.ptx, "what is subnormal would be 0"
+    chain = Chain(before=(step,), after=(step,))
+    compiled = compile_launches(lambda: passes(chain, torch.bfloat16), arch)
+    assert {"group_norm_kernel", "group_norm_backward_kernel"} <= {each.name for each in compiled}
+    for each in compiled:
+        assert each.fits and each.spilled_bytes <= more_spills(arch), each.name
+        assert not re.search(r"\b(min|max)(\.ftz)?\.f32", each.ptx), each.name
+        if each.name == "group_norm_kernel" and step is not a.TANH:
+            assert "ex2.approx.ftz" not in each.ptx, "what is subnormal would be 0"
 
 
 @pytest.mark.offline
@@ -387,8 +387,9 @@ def test_compiled_in_a_product(step, monkeypatch):
     for chain in (Chain("linear", before=(step,)), Chain("linear", after=(step,))):
         gemm = test_offline_compilation.Gemm(chain, torch.bfloat16, 1024, 8192, 8192, 32, saved=True)
         (compiled,) = compile_launches(gemm.launch, 90)
-        # Before the norm; once a tile, outside the loop over K. Softplus spills with Triton 3.9 alone.
-        allowed = 80 if step is a.TANH else 112 if step is a.SOFTPLUS and VERSION >= (3, 9) else 0
+        # Once a tile, outside the loop over K. With Triton 3.7 and 3.8 tanh alone spills.
+        spills = VERSION < (3, 7) or step is a.SOFTPLUS and VERSION >= (3, 9)
+        allowed = 80 if step is a.TANH else 112 if spills else 0
         assert compiled.fits and compiled.spilled_bytes <= allowed + more_spills(90)
 
 
