@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from ops import direct_convolution
-from ops.convolution import check_conv2d, in_numbers
+from ops import convolution, direct_convolution
+from ops.convolution import in_numbers
 from tests import gpu
 from tests.accuracy import check, draw_grad_output
 from tests.chains import DTYPES, Problem, chain_id
@@ -33,10 +33,12 @@ CONVOLUTIONS = {
     "40-72-2x3-same": (Problem(4, 40, 9, 8, pixels=(40, 56), kernel=(2, 3)), {"padding": "same"}, True),
     "wide-padding": (Problem(4, 64, 8, 8, pixels=(37, 48)), {"padding": 4}, True),
     "dilation": (Problem(4, 64, 8, 8, pixels=(37, 48)), {"padding": (1, 3), "dilation": (1, 2)}, True),
-    "32-32-5x5": (Problem(4, 32, 8, 4, pixels=(64, 72), kernel=(5, 5)), {"padding": 2}, False),
+    "32-32-5x5": (Problem(4, 32, 8, 4, pixels=(64, 72), kernel=(5, 5)), {"padding": 2}, True),
     "64-64-1x5": (Problem(4, 64, 8, 8, pixels=(64, 72), kernel=(1, 5)), {"padding": (0, 2)}, True),
     "320-320-3x3": (Problem(2, 320, 32, 10, pixels=(32, 32)), {"padding": 1}, False),
-    "8-32-3x3": (Problem(8, 8, 8, 4, pixels=(64, 64)), {}, False),
+    "8-32-3x3": (Problem(8, 8, 8, 4, pixels=(64, 64)), {}, True),
+    "16-8-3x2-same": (Problem(3, 16, 2, 4, pixels=(37, 40), kernel=(3, 2)), {"padding": "same"}, True),
+    "24-40-1x1": (Problem(4, 24, 5, 8, pixels=(33, 40), kernel=(1, 1)), {}, True),
     "odd-channels": (Problem(4, 37, 4, 11, pixels=(29, 31)), {"padding": 1}, False),
     "stride": (Problem(4, 64, 8, 8, pixels=(65, 62)), {"stride": 2, "padding": 1}, False),
     "groups": (Problem(4, 64, 8, 8, pixels=(33, 34), conv_groups=2), {"padding": 1}, False),
@@ -80,7 +82,7 @@ def test_what_takes_the_kernels_for_hopper(name, format):
     input, weight = arguments["input"], arguments["weight"]
     sizes = {"stride": 1, "dilation": 1, **options, "groups": problem.conv_groups}
     sizes["padding"], sizes["output_padding"] = in_numbers(weight, 1, sizes.get("padding", 0), sizes["dilation"])
-    geometry = check_conv2d(input, weight, **sizes)
+    geometry = convolution.check(False, input, weight, **sizes)
     assert RUNS_HOPPER_CONVOLUTIONS
     assert direct_convolution.takes(input, weight, geometry, True) is is_taken
     assert not direct_convolution.takes(input.float(), weight.float(), geometry, True)

@@ -12,8 +12,8 @@ memory keeps up with the tensor cores. One warp copies tiles in. Two consumers t
 after the other, so that each one's epilogue overlaps the other's products. Where statistics are wanted, a consumer is
 two warpgroups with a tile of 256 pixels, if that fits: an epilogue mostly waits for instruction fetches, and warps that
 run the same epilogue share them. A program keeps the weights of its 64 channels in shared memory. For each tap column,
-a box of image rows with a halo is copied. The tap rows read that box at offsets of whole swizzle atoms (8 pixels of 128
-bytes, 1024 bytes).
+a box of image rows with a halo is copied. The tap rows read that box at offsets of whole swizzle atoms: 8 pixels, of
+128 bytes, or of 32 or 64 where the image has no more.
 
 Each thread keeps its own statistics (``slot_statistics``) from tile to tile of a sample.
 """
@@ -38,7 +38,6 @@ from triton_kernels.chain import Chain, apply_steps, load_vectors
 from triton_kernels.convolution import StrideOneConvolution, check_statistics
 from triton_kernels.convolution_tiling import (
     CHANNELS,
-    ROW_BYTES,
     WIDEST_HALO,
     columns_of,
     tiling_for,
@@ -105,7 +104,7 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
     ready, empty, weights_ready, turns, hands = barriers
     channel_blocks = places[2]
     block = gl.program_id(0) % channel_blocks
-    mbarrier.expect(weights_ready, TAPS * TILING.steps * 64 * 128)
+    mbarrier.expect(weights_ready, TAPS * TILING.steps * 64 * TILING.row_bytes)
     for tap in range(TAPS):
         for step in gl.static_range(STEPS):
             place = [(tap * channel_blocks + block) * 64, step * STEP]
@@ -119,7 +118,7 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
             x = tile_x * TILING.columns + first_tap[1] + turn % TILING.tap_columns * dilation_x
             stage = count % TILING.stages
             mbarrier.wait(empty.index(stage), (count // TILING.stages & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), ROWS * TILING.columns * 128)
+            mbarrier.expect(ready.index(stage), ROWS * TILING.columns * TILING.row_bytes)
             box = boxes.index(stage * ROWS)._reinterpret(input.dtype, input.block_shape, input.layout)
             tma.async_copy_global_to_shared(input, [n, y, x, c], ready.index(stage), box)
             for part in gl.static_range(HALO_BOXES):
@@ -171,7 +170,7 @@ def multiply(
     STEP: gl.constexpr = weights.shape[2]
     BITS: gl.constexpr = weights.dtype.primitive_bitwidth
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, HALVES], [16, 128, 256 // BITS])
-    PIXEL_ROWS: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    PIXEL_ROWS: gl.constexpr = gl.NVMMASharedLayout(TILING.row_bytes, BITS, 2)
     channels, height, width = size
     width = width * WIDTH_UNIT
     tiles_y, tiles_x, channel_blocks = places
@@ -291,14 +290,14 @@ def convolution_kernel(
     TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns * TILING.steps
     BITS: gl.constexpr = input.dtype.primitive_bitwidth
     STEP: gl.constexpr = weight.block_shape[1]
-    ROW: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    ROW: gl.constexpr = gl.NVMMASharedLayout(TILING.row_bytes, BITS, 2)
     BOX_ROWS: gl.constexpr = STAGES * (TILING.rows + TILING.halo)
     boxes = gl.allocate_shared_memory(input.dtype, [BOX_ROWS, TILING.columns, STEP], ROW)
     weights = gl.allocate_shared_memory(input.dtype, [TAPS, 64, STEP], ROW)
     if staged is None:
         results = boxes  # not used
     elif TILING.columns == 8:
-        results = gl.allocate_shared_memory(staged.dtype, [PIXELS, 64], ROW)
+        results = gl.allocate_shared_memory(staged.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, BITS, 2))
     else:
         results = gl.allocate_shared_memory(staged.dtype, [64, PIXELS], gl.NVMMASharedLayout(64, BITS, 2))
     ready, empty, weights_ready = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(1, 1).index(0)
@@ -329,7 +328,8 @@ def _descriptor(image: torch.Tensor, rows: int, columns: int, channels: int) -> 
     """A descriptor of boxes of ``channels`` and ``rows`` x ``columns`` pixels, in a channels_last or a contiguous
     image."""
     if is_channels_last(image):
-        view, box, swizzle = image.permute(0, 2, 3, 1), [1, rows, columns, channels], 128
+        view, box = image.permute(0, 2, 3, 1), [1, rows, columns, channels]
+        swizzle = channels * image.element_size()
     else:
         view, box, swizzle = image.permute(0, 2, 1, 3), [1, rows, channels, columns], 64
     layout = gl.NVMMASharedLayout(swizzle, image.element_size() * 8, 4)
@@ -384,7 +384,7 @@ def convolution_hopper(
     N, channels, height, width = output.shape
     places = *tiling.tiles(height, width), blocks_of(channels, CHANNELS)
     tiles = N * math.prod(places)
-    step = ROW_BYTES // input.element_size()
+    step = tiling.row_bytes // input.element_size()
     packed = call(_packed, weight, step)
     sample_stride, channel_stride, _, pixel_stride = output.stride()
     strides, units = strides_in_units((sample_stride, channel_stride, pixel_stride))
@@ -398,7 +398,9 @@ def convolution_hopper(
         input.device,
         _descriptor(input, tiling.rows, tiling.columns, step),
         _descriptor(input, tiling.halo_rows, tiling.columns, step),
-        TensorDescriptor.from_tensor(packed, [CHANNELS, step], gl.NVMMASharedLayout(128, 8 * input.element_size(), 2)),
+        TensorDescriptor.from_tensor(
+            packed, [CHANNELS, step], gl.NVMMASharedLayout(tiling.row_bytes, 8 * input.element_size(), 2)
+        ),
         bias,
         output,
         strides,

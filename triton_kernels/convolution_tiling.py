@@ -13,8 +13,8 @@ from triton_kernels.hopper import is_channels_last
 
 #: Output channels of a tile.
 CHANNELS = 64
-#: Bytes of a pixel in a box: a swizzled row of shared memory. A step has as many input channels.
-ROW_BYTES = 128
+#: Bytes of a pixel in a box: a row of shared memory, swizzled. A step has as many input channels.
+_ROW_BYTES = (32, 64, 128)
 #: Image rows of a halo that are copied at a time.
 _HALO_ROWS = 2
 #: The widest halo.
@@ -40,8 +40,9 @@ class Tiling:
     #: Image rows beyond the tile's own, and those copied at a time.
     halo: int
     halo_rows: int
-    #: Steps of input channels.
+    #: Steps of input channels, and the bytes of a pixel in each.
     steps: int
+    row_bytes: int
 
     @property
     def pixels(self) -> int:
@@ -64,12 +65,13 @@ def tiling_of(pixels: int, columns: int, channels: int, element_size: int, convo
     rows = pixels // columns
     (tap_rows, tap_columns), (dilation_y, _) = convolution.kernel_size, convolution.dilation
     halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
-    steps = blocks_of(channels, ROW_BYTES // element_size)
-    weights = tap_rows * tap_columns * steps * CHANNELS * ROW_BYTES
+    row_bytes = next((each for each in _ROW_BYTES if each >= channels * element_size), _ROW_BYTES[-1])
+    steps = blocks_of(channels * element_size, row_bytes)
+    weights = tap_rows * tap_columns * steps * CHANNELS * row_bytes
     results = pixels * CHANNELS * 2 if element_size == 2 else 0
-    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * ROW_BYTES)
+    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * row_bytes)
     stages = min(stages, _MOST_STAGES)
-    return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps)
+    return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps, row_bytes)
 
 
 def tiling_for(
