@@ -297,11 +297,7 @@ class Convolution(Contraction):
             image = direct_convolution.in_format(input, images)
             z = do(convolution.convolve, image, given.weight, call.geometry, images)
         output = torch.empty_like(z, memory_format=memory_format(input))
-        if partials is None:
-            statistics = passes.statistics(call, operands, as_volume(z))
-        else:
-            statistics = partials.merge(call.num_groups, z.shape[2:].numel(), call.eps)
-        passes.normalize(call, operands, as_volume(z), statistics, as_volume(output))
+        statistics = passes.normalize(call, operands, as_volume(z), as_volume(output), partials)
         return [output, z, statistics] if training else [output]
 
     def backward(self, given: Arguments, dy: Tensor, kept: Sequence[Tensor], gradients: Arguments) -> Gradients:

@@ -11,6 +11,7 @@ import torch
 
 from autotune_configs import group_norm_config, image_norm_config
 from ops.calls import Call
+from triton_kernels import image_statistics
 from triton_kernels.chain import Chain
 from triton_kernels.group_norm import (
     WIDEST_GROUP,
@@ -20,8 +21,14 @@ from triton_kernels.group_norm import (
     pointwise,
     pointwise_backward,
 )
-from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
-from triton_kernels.image_statistics import image_statistics
+from triton_kernels.image_group_norm import (
+    add_up_sums,
+    empty_sums,
+    image_group_norm,
+    image_group_norm_backward,
+    merges,
+)
+from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.pointwise import identity
 
 Tensor = torch.Tensor
@@ -42,9 +49,7 @@ def rows_config(kernel: str, call: Call, z: Tensor) -> GroupNormConfig:
 def forward(call: Call, operands: Operands, z: Tensor, output: Tensor) -> list[Tensor]:
     """output = the chain of z; returns the statistics, where there are any."""
     if keeps_statistics(call, *z.shape[1:]):
-        found = statistics(call, operands, z)
-        normalize(call, operands, z, found, output)
-        return [found]
+        return [normalize(call, operands, z, output)]
     z, output, chain = z.squeeze(2), output.squeeze(2), call.chain.of_rows
     if chain.norm:
         config = rows_config("group_norm", call, z)
@@ -68,7 +73,7 @@ def backward(
     ``known`` has the statistics, where ``forward`` returned any that were kept.
     """
     if keeps_statistics(call, *z.shape[1:]):
-        (found,) = known or [statistics(call, operands, z)]
+        (found,) = known or [partial_statistics(call, operands, z).merge(call.num_groups, z.shape[2], call.eps)]
         differentiation = Differentiation(call, operands, z, found, gradients)
         differentiation.differentiate(dy, z_gradient)
         differentiation.finish()
@@ -92,18 +97,27 @@ def _with_tensors(
     )
 
 
-def statistics(call: Call, operands: Operands, z: Tensor) -> Tensor:
-    """Mean and reciprocal standard deviation [2, B * G] of what comes before the norm."""
+def partial_statistics(call: Call, operands: Operands, z: Tensor) -> PartialStatistics:
+    """Of what comes before the norm."""
     config = image_norm_config("image_statistics", z.shape[1] // call.num_groups, z)
     operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape), "tensor")
-    return image_statistics(z, call.num_groups, call.eps, config, call.chain, operands)
+    return image_statistics.partial_statistics(z, call.num_groups, config, call.chain, operands)
 
 
-def normalize(call: Call, operands: Operands, z: Tensor, found: Tensor, output: Tensor) -> None:
-    """output = the chain of z, with the statistics that were found."""
+def normalize(
+    call: Call, operands: Operands, z: Tensor, output: Tensor, partials: PartialStatistics | None = None
+) -> Tensor:
+    """output = the chain of z. Returns the statistics [2, B * G], from ``partials`` where there are any."""
+    partials = partials or partial_statistics(call, operands, z)
     config = image_norm_config("image_group_norm", z.shape[1] // call.num_groups, z, output)
     operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape), "tensor")
-    image_group_norm(z, found, call.chain, operands, config, output=output)
+    if merges(z, call.num_groups, config, partials):
+        statistics = partials.empty_statistics(call.num_groups)
+        options: dict[str, Any] = {"partials": partials, "eps": call.eps}
+    else:
+        statistics, options = partials.merge(call.num_groups, z.shape[2], call.eps), {}
+    image_group_norm(z, statistics, call.chain, operands, config, output=output, **options)
+    return statistics
 
 
 class Differentiation:

@@ -26,8 +26,13 @@ from triton_kernels.chains import (
     GROUP_NORM_HARDTANH,
 )
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
-from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
-from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_group_norm import (
+    add_up_sums,
+    empty_sums,
+    image_group_norm,
+    image_group_norm_backward,
+)
+from triton_kernels.image_statistics import PartialStatistics, image_statistics, partial_statistics
 from triton_kernels.image_tiles import ImageNormConfig, layout_of
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION
 from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, Pointwise, add, add_gradient, identity, nearest_tf32
@@ -143,9 +148,11 @@ GROUP_NORMS = {
 @by_architecture
 @pytest.mark.parametrize("name", GROUP_NORMS)
 def test_group_norm(name, arch):
-    """Indices of huge ones are 64-bit numbers. The largest images have a chain with operands everywhere, too."""
+    """Indices of huge ones are 64-bit numbers. Images have a chain with operands everywhere, too."""
     shape, num_groups = GROUP_NORMS[name]
-    chains = {GROUP_NORM_HARDTANH: ((-1.0, 1.0),), GELU_GROUP_NORM: (), GELU_TANH_GROUP_NORM: ()}
+    chains = {GROUP_NORM_HARDTANH: ((-1.0, 1.0),), GELU_GROUP_NORM: ()}
+    if name == "images":
+        chains[GELU_TANH_GROUP_NORM] = ()
     kernels = []
     for dtype in (torch.bfloat16, torch.float32):
         values, vector = torch.empty(shape, dtype=dtype, device=META), vectors(dtype, shape[1])
@@ -163,6 +170,25 @@ def test_group_norm(name, arch):
         kernels += compile_launches(launch, arch)
     # On compute capability 10.0, gradients of the other GELU spill that much.
     assert_fit_without_spills(kernels, allowed_spill=16 if arch == 100 else 0)
+
+
+@by_architecture
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pass_that_merges_statistics(dtype, arch):
+    shape, num_groups, chain = (2, 320, 64 * 64), 32, Chain(before=(GELU,), after=(SILU,)).of_dtype(dtype)
+    values, vector = torch.empty(shape, dtype=dtype, device=META), vectors(dtype, shape[1])
+    operands = (None, vector, vector, None)
+
+    def launch():
+        config = heuristic_image_config("image_statistics", *shape, "contiguous")
+        partials = partial_statistics(values, num_groups, config, chain, operands)
+        config = heuristic_image_config("image_group_norm", *shape, "contiguous")
+        statistics, options = partials.empty_statistics(num_groups), {"partials": partials, "eps": 1e-5}
+        image_group_norm(values, statistics, chain, operands, config, output=values, **options)
+
+    kernels = compile_launches(launch, arch)
+    assert len(kernels) == 2
+    assert_fit_without_spills(kernels)
 
 
 @by_architecture
@@ -298,6 +324,10 @@ SMALLER = [
     HopperConvolution(StrideOneConvolution((3, 3), (2, 2), (0, 0))),
     HopperConvolution(StrideOneConvolution((1, 1), (1, 1), (0, 0)), 128, 64),
     HopperConvolution(StrideOneConvolution((1, 5), (1, 1), (0, 0))),
+    # Pixels of 16 to 64 bytes.
+    HopperConvolution(in_channels=8, out_channels=32),
+    HopperConvolution(in_channels=16, out_channels=8, statistics=False),
+    HopperConvolution(in_channels=8, format=CONTIGUOUS, out_size=SIZE, statistics=False),
 ]
 #: float16 differs from bfloat16 by the epilogue's GELU alone.
 HOPPER_CONVOLUTIONS = [

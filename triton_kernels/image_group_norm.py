@@ -23,7 +23,9 @@ from triton_kernels.chain import (
     store_gradients,
 )
 from triton_kernels.column_sums import add_up
-from triton_kernels.image_statistics import merged_blocks
+from triton_kernels.device import multiprocessor_count
+from triton_kernels.grid import blocks_of
+from triton_kernels.image_statistics import PartialStatistics, merged_blocks, merged_group
 from triton_kernels.image_tiles import (
     ImageNormConfig,
     as_image,
@@ -38,6 +40,10 @@ from triton_kernels.image_tiles import (
 )
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.pointwise import identity
+
+#: Programs of a multiprocessor that run at once, and numbers that each of them may merge.
+_PROGRAMS_AT_ONCE = 8
+_MOST_MERGED = 256
 
 
 @triton.jit
@@ -71,12 +77,17 @@ def apply_kernel(
     operands,  # of the chain's steps
     output,  # an image
     statistics,  # mean and rstd: [B * G]
+    partials,  # None, or what they are made of here: as for merged_group
+    places,  # of a sample, in partials
+    eps,
     num_groups,
     channels,
     pixels,  # of a sample, in units of PIXEL_UNIT
     strips,
     CHAIN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    FOLD: tl.constexpr,  # channels that are one in partials
+    MERGED: tl.constexpr,  # partials that are merged at a time: channels and places
     STRIP: tl.constexpr,
     STAGES: tl.constexpr,
     PIXEL_UNIT: tl.constexpr,
@@ -88,7 +99,17 @@ def apply_kernel(
     wait_for_launch_before()
     pixels = tl.cast(pixels, INDEX) * PIXEL_UNIT
     corner, c, real = place_of_program(channels, strips, STRIP * BLOCK_S, BLOCK_C, INDEX)
-    groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
+    if partials is None:
+        groups = load_groups(statistics, corner, c, real, channels, num_groups, GROUP_SIZE, BLOCK_C)
+    else:
+        group = corner[1] // GROUP_SIZE
+        width = pixels.to(tl.float32) * GROUP_SIZE
+        groups = merged_group(
+            partials, corner[0], group, places, channels // FOLD, width, eps, GROUP_SIZE // FOLD, MERGED[1], MERGED[0]
+        )
+        if (corner[2] == 0) & (corner[1] % GROUP_SIZE == 0):
+            tl.store(statistics[0] + corner[0] * num_groups + group, groups[0])
+            tl.store(statistics[1] + corner[0] * num_groups + group, groups[1])
     vectors = load_vectors(operands, c, real, CHAIN, 1, place_of_sample(corner, channels))
     if STRIP == 1:  # a loop of one round would take a float32 tile that is transposed 1.4 times as long (H200)
         apply_to_tile(input, output, corner, is_inside(real, corner[2], pixels, BLOCK_S), vectors, groups, CHAIN)
@@ -228,6 +249,21 @@ def apply_backward_kernel(
     store_gradients(sums, targets, tl.program_id(0).to(tl.int64) * channels + c, real, 1, KINDS)
 
 
+def merges(input: torch.Tensor, num_groups: int, config: ImageNormConfig, partials: PartialStatistics) -> bool:
+    """Whether ``image_group_norm`` does well to merge the statistics itself, which saves a launch.
+
+    Each tile is in one group, all programs run at once, and what each of them merges again is little.
+    """
+    B, C, S = input.shape
+    programs = B * config.strips(S) * blocks_of(C, config.block_c)
+    numbers = partials.means[0].numel() // num_groups if B else 0
+    return (
+        C // num_groups % config.block_c == 0
+        and programs <= _PROGRAMS_AT_ONCE * multiprocessor_count(input.device)
+        and numbers <= _MOST_MERGED
+    )
+
+
 def image_group_norm(
     input: torch.Tensor,
     statistics: torch.Tensor,
@@ -236,15 +272,19 @@ def image_group_norm(
     config: ImageNormConfig,
     *,
     output: torch.Tensor,
+    partials: PartialStatistics | None = None,
+    eps: float = 0.0,
 ) -> None:
     """output = the chain of ``input``, both [B, C, S] with any strides; ``operands`` has one entry a step.
 
-    ``statistics`` are those of ``image_statistics``.
+    ``statistics`` are those of ``image_statistics``. With ``partials``, they are written: merged from these.
     """
     if input.numel() == 0:
         return
     B, C, S = input.shape
     num_groups = statistics.shape[1] // B
+    places = partials.counts.shape[1] if partials else 0
+    fold = partials.fold if partials else 1
     launch_tiles(
         apply_kernel,
         input,
@@ -254,9 +294,14 @@ def image_group_norm(
         image_operands(chain, operands),
         as_image(output),
         statistics.unbind(),
+        partials and partials.tensors,
+        places,
+        eps,
         num_groups,
         CHAIN=chain,
         GROUP_SIZE=C // num_groups,
+        FOLD=fold,
+        MERGED=merged_blocks(C // num_groups // fold, places) if partials else None,
         STRIP=config.strip,
         STAGES=config.stages(input, chain),
     )

@@ -93,26 +93,22 @@ def partial_statistics_kernel(
 
 
 @triton.jit
-def merge_statistics_kernel(
-    counts,  # [B, tiles]
-    means,  # [B, tiles, C]
-    m2s,  # [B, tiles, C]
-    mean,  # [B * G]
-    rstd,  # [B * G]
+def merged_group(
+    partials,  # counts [B, tiles], means [B, tiles, C], m2s [B, tiles, C]
+    sample,
+    group,
     tiles,
     channels,
-    pixels,
-    num_groups,
+    width,  # values of the group, in float32
     eps,
     GROUP_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """mean = sum of count_i mean_i / width, M2 = sum of M2_i + count_i (mean_i - mean)**2, rstd from M2 / width."""
-    wait_for_launch_before()
-    sample = (tl.program_id(0) // num_groups).to(tl.int64)
-    first_channel = (tl.program_id(0) % num_groups).to(tl.int64) * GROUP_SIZE
-    width = tl.cast(pixels, tl.float32) * GROUP_SIZE
+    counts, means, m2s = partials
+    sample = tl.cast(sample, tl.int64)
+    first_channel = tl.cast(group, tl.int64) * GROUP_SIZE
     weighted = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for tile in range(0, tiles, BLOCK_T):
         t = tile + tl.arange(0, BLOCK_T)
@@ -137,8 +133,30 @@ def merge_statistics_kernel(
             drifts += share[:, None] * away
     drift = tl.sum(tl.sum(drifts, 1), 0)  # of the rounding of the mean and of the shares
     variance = tl.maximum(tl.sum(tl.sum(variances, 1), 0) - drift * drift, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(mean + tl.program_id(0), group_mean + drift)
-    tl.store(rstd + tl.program_id(0), reciprocal_deviation(variance, eps))
+    return group_mean + drift, reciprocal_deviation(variance, eps)
+
+
+@triton.jit
+def merge_statistics_kernel(
+    partials,  # counts [B, tiles], means [B, tiles, C], m2s [B, tiles, C]
+    mean,  # [B * G]
+    rstd,  # [B * G]
+    tiles,
+    channels,
+    pixels,
+    num_groups,
+    eps,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A group's statistics, from those of its channels' tiles."""
+    wait_for_launch_before()
+    sample, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
+    width = tl.cast(pixels, tl.float32) * GROUP_SIZE
+    found = merged_group(partials, sample, group, tiles, channels, width, eps, GROUP_SIZE, BLOCK_T, BLOCK_C)
+    tl.store(mean + tl.program_id(0), found[0])
+    tl.store(rstd + tl.program_id(0), found[1])
 
 
 @functools.lru_cache
@@ -151,27 +169,38 @@ def merged_blocks(group_size: int, places: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """Each tile's count of pixels [B, tiles], and each channel's mean and M2 in it [B, tiles, C].
+    """Each tile's count of values [B, tiles], and each channel's mean and M2 in it [B, tiles, C / fold].
 
-    Where neighbouring channels are folded into one, it has the pixels of all of them.
+    ``fold`` neighbouring channels are one here.
     """
 
     counts: torch.Tensor
     means: torch.Tensor
     m2s: torch.Tensor
+    fold: int = 1
 
     @classmethod
-    def empty(cls, samples: int, tiles: int, channels: int, device: torch.device) -> "PartialStatistics":
-        means, m2s = torch.empty(2, samples, tiles, channels, dtype=torch.float32, device=device).unbind()
-        return cls(torch.empty(samples, tiles, dtype=torch.float32, device=device), means, m2s)
+    def empty(cls, samples: int, tiles: int, channels: int, device: torch.device, fold: int = 1) -> "PartialStatistics":
+        means, m2s = torch.empty(2, samples, tiles, channels // fold, dtype=torch.float32, device=device).unbind()
+        return cls(torch.empty(samples, tiles, dtype=torch.float32, device=device), means, m2s, fold)
 
     def __getitem__(self, samples: slice) -> "PartialStatistics":
-        return PartialStatistics(self.counts[samples], self.means[samples], self.m2s[samples])
+        return PartialStatistics(self.counts[samples], self.means[samples], self.m2s[samples], self.fold)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As kernels take them."""
+        return self.counts, self.means, self.m2s
+
+    def empty_statistics(self, num_groups: int) -> torch.Tensor:
+        """Memory for each group's mean and reciprocal standard deviation: [2, B * num_groups] in float32."""
+        return torch.empty(2, len(self.means) * num_groups, dtype=torch.float32, device=self.means.device)
 
     def merge(self, num_groups: int, pixels: int, eps: float) -> torch.Tensor:
-        """Each group's mean and reciprocal standard deviation, [2, B * num_groups] in float32."""
+        """Each group's mean and reciprocal standard deviation, [2, B * num_groups] in float32, of images of ``pixels``
+        pixels."""
         samples, tiles, channels = self.means.shape
-        statistics = torch.empty(2, samples * num_groups, dtype=torch.float32, device=self.means.device)
+        statistics = self.empty_statistics(num_groups)
         mean, rstd = statistics.unbind()
         group_size = channels // num_groups
         block_c, block_t = merged_blocks(group_size, tiles)
@@ -179,14 +208,12 @@ class PartialStatistics:
             merge_statistics_kernel,
             (samples * num_groups,),
             mean.device,
-            self.counts,
-            self.means,
-            self.m2s,
+            self.tensors,
             mean,
             rstd,
             tiles,
             channels,
-            pixels,
+            pixels * self.fold,
             num_groups,
             eps,
             GROUP_SIZE=group_size,
@@ -196,23 +223,21 @@ class PartialStatistics:
         return statistics
 
 
-def image_statistics(
-    input: torch.Tensor, num_groups: int, eps: float, config: ImageNormConfig, chain: Chain, operands: Sequence[Any]
-) -> torch.Tensor:
-    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of what the chain's norm takes.
+def partial_statistics(
+    input: torch.Tensor, num_groups: int, config: ImageNormConfig, chain: Chain, operands: Sequence[Any]
+) -> PartialStatistics:
+    """Those of what the chain's norm takes, of each channel or some neighbouring ones of a group.
 
     ``input`` is [B, C, S] with any strides, as are operands that are tensors. ``operands`` has one entry a step.
     Without values, nothing is written.
     """
     B, C, S = input.shape
-    if input.numel() == 0:
-        return torch.empty(2, B * num_groups, dtype=torch.float32, device=input.device)
     strips = config.strips(S)
     # Where a tile has all pixels of its channels. Fewer numbers are stored, and fewer means rounded before the merge.
     # (Of channels_last images, Triton 3.6 adds up wrong values after the reshape: H200.)
     folds = config.tiles(S) == 1 and layout_of(input) == CONTIGUOUS
     fold = math.gcd(C // num_groups, config.block_c) if folds else 1
-    partials = PartialStatistics.empty(B, strips, C // fold, input.device)
+    partials = PartialStatistics.empty(B, strips, C, input.device, fold)
     launch_tiles(
         partial_statistics_kernel,
         input,
@@ -220,12 +245,21 @@ def image_statistics(
         config,
         as_image(input),
         image_operands(chain, operands),
-        partials.counts,
-        partials.means,
-        partials.m2s,
+        *partials.tensors,
         CHAIN=chain,
         FOLD=fold,
         STRIP=config.strip,
         STAGES=config.stages(input, chain),
     )
-    return partials.merge(num_groups, S * fold, eps)
+    return partials
+
+
+def image_statistics(
+    input: torch.Tensor, num_groups: int, eps: float, config: ImageNormConfig, chain: Chain, operands: Sequence[Any]
+) -> torch.Tensor:
+    """Mean and reciprocal standard deviation [2, B * num_groups], float32, of what the chain's norm takes.
+
+    The arguments are those of ``partial_statistics``.
+    """
+    partials = partial_statistics(input, num_groups, config, chain, operands)
+    return partials.merge(num_groups, input.shape[2], eps) if input.numel() else partials.empty_statistics(num_groups)

@@ -8,8 +8,14 @@ import torch.nn.functional as F
 
 from tests.images import round_to_tf32
 from triton_kernels.chain import Chain
-from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
-from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_group_norm import (
+    add_up_sums,
+    empty_sums,
+    image_group_norm,
+    image_group_norm_backward,
+    merges,
+)
+from triton_kernels.image_statistics import PartialStatistics, image_statistics, partial_statistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import (
     GELU,
@@ -141,6 +147,39 @@ def test_partial_statistics():
         torch.testing.assert_close(merged, statistics_of(values, num_groups, 1e-5, CONFIGS[0]))
     one = partials[1:]
     assert torch.equal(one.merge(3, 20, 1e-5), partials.merge(3, 20, 1e-5).view(2, 2, 3)[:, 1])
+
+
+#: Blocks of channels that divide a group's; partial statistics of one channel, and of several (by one tile of all
+#: pixels). The interpreter has three multiprocessors.
+MERGING = [ImageNormConfig(2, 16, strip=1), ImageNormConfig(1, 8, strip=2), ImageNormConfig(4, 128, strip=1)]
+
+
+@pytest.mark.parametrize("config", MERGING, ids=str)
+def test_statistics_merged_by_the_pass(config):
+    """It writes what a launch of its own would, from several programs in a group and from strips of several tiles."""
+    values = normal(1, 12, 100) + 3
+    chain, operands = GELU_NORM_HARDTANH, operands_of(GELU_NORM_HARDTANH, *normal(2, 12))
+    partials = partial_statistics(values, 3, config, chain, operands)
+    assert partials.fold == (4 if config.block_s == 128 else 1)
+    assert merges(values, 3, ImageNormConfig(config.block_c, 64), partials)
+    expected = partials.merge(3, 100, 1e-5)
+    results = []
+    for options in ({}, {"partials": partials, "eps": 1e-5}):
+        statistics = torch.full_like(expected, torch.nan) if options else expected
+        results.append(torch.full_like(values, torch.nan))
+        image_group_norm(values, statistics, chain, operands, config, output=results[-1], **options)
+    assert torch.equal(statistics, expected)
+    assert torch.equal(*results)
+
+
+def test_what_a_pass_does_not_merge():
+    """Tiles of several groups, more programs than run at once, and many numbers."""
+    values = normal(1, 12, 100)
+    partials = PartialStatistics.empty(1, 4, 12, values.device)
+    assert merges(values, 3, ImageNormConfig(2, 32), partials)
+    assert not merges(values, 3, ImageNormConfig(8, 32), partials)
+    assert not merges(values, 3, ImageNormConfig(2, 8, strip=2), partials)
+    assert not merges(values, 3, ImageNormConfig(2, 32), PartialStatistics.empty(1, 65, 12, values.device))
 
 
 def exact_results(values, gradient, num_groups, weight, bias, function, final):
