@@ -196,7 +196,7 @@ def _compare(
         compared[name] = Errors(
             float(our_error.norm()), float(their_error.norm()), their_usual_error, float(truth[finite].norm())
         )
-        if truth.numel() > 0 and not (across_jumps and name != "output"):
+        if truth.numel() > 1 and not (across_jumps and name != "output"):  # one number is a whole
             failures += _wrong_parts(name, our_error / slack, truth, [their_error, *near_errors], ours[name].dtype)
     return compared, failures
 
@@ -244,6 +244,7 @@ class Together:
 
     def __init__(self):
         self._cases: dict[str, list[Errors]] = defaultdict(list)
+        self._numbers: set[str] = set()  # gradients of one number
 
     def add(self, chain: Chain, arguments: dict, slack: float = 1.0) -> None:
         """One case, of which the elements are checked at once."""
@@ -252,11 +253,16 @@ class Together:
         for name, errors in compared.items():
             if errors.their_usual > 0:  # else PyTorch is exact
                 self._cases[name].append(errors)
+            if name != "output" and arguments[name].numel() == 1:
+                self._numbers.add(name)
 
     def ratios(self) -> dict[str, tuple[float, float]]:
         """Our error by name and the largest allowed one, over PyTorch's."""
         result = {}
         for name, cases in self._cases.items():
+            if name in self._numbers:
+                result[name] = _ratio_of_numbers(cases)
+                continue
             ours, theirs, floor = (
                 math.sqrt(sum((error / each.their_usual) ** 2 for each, error in zip(cases, errors, strict=True)))
                 for errors in (
@@ -275,6 +281,14 @@ class Together:
             if not ours <= most
         ]
         assert not failures, "\n".join(failures)
+
+
+def _ratio_of_numbers(cases: list[Errors]) -> tuple[float, float]:
+    """Our error in one number over PyTorch's, by the geometric mean, as either may be tiny by chance, and the largest
+    allowed one: the logarithm of the ratio of two normal errors scatters by 1.6."""
+    floors = [FLOOR / 4 * each.size + _TINY for each in cases]
+    logs = [math.log((each.ours + floor) / (each.theirs + floor)) for each, floor in zip(cases, floors, strict=True)]
+    return math.exp(sum(logs) / len(logs)), ALLOWANCE * math.exp(1.6 / math.sqrt(len(logs)))
 
 
 def check_draws(chain: Chain, draw: Callable[[int], dict], draws: int = 60) -> None:

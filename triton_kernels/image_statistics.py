@@ -201,6 +201,8 @@ class PartialStatistics:
         pixels."""
         samples, tiles, channels = self.means.shape
         statistics = self.empty_statistics(num_groups)
+        if self.means.numel() == 0:
+            return statistics
         mean, rstd = statistics.unbind()
         group_size = channels // num_groups
         block_c, block_t = merged_blocks(group_size, tiles)
@@ -262,4 +264,4 @@ def image_statistics(
     The arguments are those of ``partial_statistics``.
     """
     partials = partial_statistics(input, num_groups, config, chain, operands)
-    return partials.merge(num_groups, input.shape[2], eps) if input.numel() else partials.empty_statistics(num_groups)
+    return partials.merge(num_groups, input.shape[2], eps)

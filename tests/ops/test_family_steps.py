@@ -12,11 +12,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests import images
 from tests.accuracy import check_draws
 from tests.chains import DTYPES, chain_id
 from tests.ops.compositions import HEADS, OPERANDS, STEPS, Composition, Sizes, compose
 from triton_kernels import activations, arithmetic, pointwise
 from triton_kernels.pointwise import Pointwise
+
+pytestmark = images.MARK
+without_onednn = pytest.fixture(autouse=True, scope="module")(images.without_onednn)
 
 IS_EXHAUSTIVE = settings.get_current_profile_name() == "exhaustive"
 NAMES = sorted(STEPS)
