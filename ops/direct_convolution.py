@@ -70,10 +70,10 @@ def _beats_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) 
     """Whether a plain convolution in 16 bits by the kernel for Hopper is taken to be faster than cuDNN's and a pass for
     its statistics.
 
-    The kernel reads the whole input again for each 64 output channels, and multiplies 64 input channels at a time, of
-    which missing ones are zeros. cuDNN's tiles are wider. A chain forward takes 32 us for 56 with 64 channels (8 x 128
-    x 128), 154 for 170 with 128 (1 x 512 x 512), and 1.43 ms for 2.50 with 8 to 32 (128 x 256 x 256; 3 x 3 taps, bf16,
-    H200). More than 128 channels were not timed.
+    The kernel reads the whole input again for each 64 output channels; cuDNN's tiles are wider. A chain forward takes
+    32 us for 56 with 64 channels (8 x 128 x 128), 154 for 170 with 128 (1 x 512 x 512), and 1.15 ms with 8 to 32, where
+    cuDNN's convolution alone takes 2.52 (128 x 256 x 256; 3 x 3 taps, bf16, H200). More than 128 channels were not
+    timed.
     """
     return max(weight.shape[:2]) <= _MOST_CHANNELS and _runs_on_hopper(input, weight, geometry)
 
