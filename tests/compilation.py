@@ -1,5 +1,6 @@
 """What the tests of offline compilation share."""
 
+import pytest
 import torch
 
 from autotune_configs.gpus import Gpu
@@ -9,7 +10,9 @@ from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.versions import VERSION
 
 META = torch.device("meta")
-ARCHITECTURES = (80, 90, 100, 120)
+#: Those of which a GPU was measured or is common, then the others: ``make matrix`` alone compiles for these.
+ARCHITECTURES = (80, 90, *(pytest.param(each, marks=pytest.mark.further) for each in (100, 120)))
+by_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 #: Of Ampere and later, Hopper, and Blackwell's data center GPUs.
 MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 

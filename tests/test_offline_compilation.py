@@ -18,7 +18,7 @@ from autotune_configs.kernels import kernel_of
 from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
 from ops.products import WIDEST_REDUCED_GROUP
-from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills, norm_configs
+from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, by_architecture, more_spills, norm_configs
 from tests.triton_kernels.test_chain import CHAINS
 from triton_kernels import activations, arithmetic, chains, column_sums, group_norm, row_minimum, row_minimum_backward
 from triton_kernels.chain import Chain, chain_of
@@ -220,7 +220,7 @@ def test_tables(table, gemm):
     check(gemm, TABLE_ARCHITECTURES[table])
 
 
-@pytest.mark.parametrize("arch", (*ARCHITECTURES, 89))
+@pytest.mark.parametrize("arch", (*ARCHITECTURES, pytest.param(89, marks=pytest.mark.further)))
 @pytest.mark.parametrize("gemm", list(heuristic_gemms()), ids=str)
 def test_heuristics(gemm, arch):
     check(gemm, arch)
@@ -280,7 +280,7 @@ def test_split_products(parts, chain, orders, group_size):
         assert kernel.spilled_bytes <= allowed[kernel.name] + more_spills(90), kernel.name
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@by_architecture
 @pytest.mark.parametrize("parts", [1, 2])
 def test_splits(parts, arch):
     def launch():
@@ -369,7 +369,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@by_architecture
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kernels(name, arch):
     """They load and then compute in float32, whatever the dtype; the products of the row minimum's backward do not."""

@@ -14,7 +14,7 @@ from autotune_configs.offline import compile_launches
 from ops import direct_convolution
 from ops.calls import Call
 from ops.convolution import Geometry
-from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, more_spills
+from tests.compilation import MATRIX_INSTRUCTIONS, META, by_architecture, more_spills
 from triton_kernels import convolution, convolution_hopper, image_copy, weight_gradient_hopper
 from triton_kernels.activations import SILU
 from triton_kernels.chain import Chain
@@ -48,7 +48,6 @@ CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 with_overlapping_views = pytest.mark.skipif(
     not HAS_OVERLAPPING_VIEWS, reason="this Triton cannot compile them: the portable kernel runs in their place"
 )
-by_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 by_short_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 by_format = pytest.mark.parametrize("format", [CHANNELS_LAST, CONTIGUOUS], ids=str)
 
