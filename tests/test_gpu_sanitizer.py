@@ -140,6 +140,7 @@ def test_blocks(chain, pixels, dtype):
 
 #: Of 64 channels, which Hopper's kernels take as they are; of few and odd ones; and what cuDNN convolves.
 CONVOLUTIONS = {
+    "8-32-3x3": (Problem(2, 8, 8, 4, pixels=(20, 24)), {}),
     "64-64-3x3": (Problem(4, 64, 8, 8, pixels=(64, 72)), {}),
     "40-72-2x3": (Problem(2, 40, 9, 8, pixels=(20, 16), kernel=(2, 3)), {"padding": (1, 2)}),
     "128-64-1x1": (Problem(2, 128, 8, 8, pixels=(33, 40), kernel=(1, 1)), {"approximate": "tanh"}),

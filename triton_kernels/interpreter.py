@@ -1,5 +1,8 @@
 """Repairs of Triton's interpreter (seen with 3.6.0 to 3.9.0): it rounds and sums less accurately than a GPU, and spends
-40% of its time on patching what is patched."""
+most of its time on patching what is patched, on checks whose result it ignores, and on making the same types again."""
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,3 +55,29 @@ def repair_interpreter() -> None:
 
     interpreter._convert_float, interpreter.ReduceOps.sum = convert_exactly, sum_as_a_tree
     interpreter._patch_lang = patch_once
+    # Overflows of integers are looked for, and asserted in debug mode alone, which the interpreter does not have.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    _keep_types(interpreter)
+
+
+def _keep_types(interpreter: Any) -> None:
+    """Let it make each type of a block once, and look up each type of NumPy's once."""
+    block_types: dict[tuple, tl.block_type] = {}
+    numpy_types: dict[str, np.dtype] = {}
+    numpy_type = interpreter._get_np_dtype
+
+    def block_type(scalar, shape):
+        key = (scalar.name, *shape)
+        if key not in block_types:
+            block_types[key] = tl.block_type(scalar, shape)
+        return block_types[key]
+
+    def numpy_type_once(kind):
+        if kind.name not in numpy_types:
+            numpy_types[kind.name] = numpy_type(kind)
+        return numpy_types[kind.name]
+
+    interpreter.interpreter_builder.get_block_ty = block_type
+    tl.block_type.with_element_ty = lambda self, scalar: block_type(scalar, self.shape)
+    interpreter._get_np_dtype = numpy_type_once

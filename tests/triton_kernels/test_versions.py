@@ -31,8 +31,9 @@ def test_only_a_triton_newer_than_those_tested_is_warned_of():
 
 
 def test_what_is_tested_is_what_make_matrix_compiles():
-    """One release of each version, and pyproject asks for none older."""
+    """One release of each version, beside that of constraints.txt, and pyproject asks for none older."""
     releases = re.findall(r"^TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
-    assert tuple(versions.version_of(release) for release in releases) == versions.TESTED
+    releases += re.findall(r"^triton==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert tuple(sorted(versions.version_of(release) for release in releases)) == versions.TESTED
     oldest = ".".join(map(str, versions.TESTED[0]))
     assert f'"triton>={oldest}; ' in (ROOT / "pyproject.toml").read_text()
