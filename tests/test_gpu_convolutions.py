@@ -109,6 +109,8 @@ HOPPER_CONVOLUTIONS = {
     "3x3-same": (Problem(3, 64, 4, 16, pixels=(21, 32)), {"padding": (1, 1)}),
     "128-128-3x3-inside": (Problem(2, 128, 8, 16, pixels=(21, 34)), {"padding": (2, 2)}),
     "32-48-3x3-wide": (Problem(2, 32, 4, 12, pixels=(9, 15)), {"dilation": (2, 3), "padding": (4, 6)}),
+    "8-32-3x3": (Problem(3, 8, 4, 8, pixels=(21, 30)), {}),
+    "16-8-3x2-dilation": (Problem(3, 16, 2, 4, pixels=(21, 39), kernel=(3, 2)), {"dilation": (2, 1)}),
     "more-tiles-than-programs": (Problem(5, 64, 4, 16, pixels=(254, 254)), {}),
 }
 

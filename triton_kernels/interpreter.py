@@ -62,10 +62,11 @@ def repair_interpreter() -> None:
 
 
 def _keep_types(interpreter: Any) -> None:
-    """Let it make each type of a block once, and look up each type of NumPy's once."""
+    """Let it make each type of a block once, each type's attributes of a tensor, and look up each NumPy type once."""
     block_types: dict[tuple, tl.block_type] = {}
     numpy_types: dict[str, np.dtype] = {}
-    numpy_type = interpreter._get_np_dtype
+    attributes: dict[str, dict[str, Any]] = {}
+    numpy_type, initialize = interpreter._get_np_dtype, tl.tensor.__init__
 
     def block_type(scalar, shape):
         key = (scalar.name, *shape)
@@ -78,6 +79,14 @@ def _keep_types(interpreter: Any) -> None:
             numpy_types[kind.name] = numpy_type(kind)
         return numpy_types[kind.name]
 
+    def make_tensor(tensor, handle, kind):
+        if kind.name not in attributes:
+            initialize(tensor, handle, kind)
+            attributes[kind.name] = dict(vars(tensor))
+        else:
+            vars(tensor).update(attributes[kind.name], handle=handle)
+
+    tl.tensor.__init__ = make_tensor
     interpreter.interpreter_builder.get_block_ty = block_type
     tl.block_type.with_element_ty = lambda self, scalar: block_type(scalar, self.shape)
     interpreter._get_np_dtype = numpy_type_once
