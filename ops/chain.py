@@ -77,7 +77,7 @@ class Chain(triton_kernels.chain.Chain):
             raise ValueError("a chain with a convolution must have a norm")
         if self.reduction and self.contraction != "linear":
             raise ValueError(f"a reduction must follow a linear layer, got {self.contraction!r}")
-        if self._has_rows and any(step.operand == "sample" for step in (*self.before, *self.after)):
+        if self.has_rows and any(step.operand == "sample" for step in (*self.before, *self.after)):
             raise ValueError("a vector a sample must be an operand where channels have further dimensions behind them")
         register(self)
         super().__post_init__()
@@ -232,7 +232,7 @@ class Chain(triton_kernels.chain.Chain):
             num_groups, eps = checks.groups(channels, num_groups), checks.epsilon(eps)
         for (name, step), tensor in zip(self._tensors.items(), row[2:], strict=False):
             if step and tensor is not None:
-                checks.operand(name, step.operand, tensor.shape, shape, -1 if self._has_rows else 1 - len(shape))
+                checks.operand(name, step.operand, tensor.shape, shape, -1 if self.has_rows else 1 - len(shape))
         if self.reduction:
             if input.ndim != 2:
                 raise ValueError(f"input must be 2-D (batch, in_features), got shape {tuple(input.shape)}")
@@ -265,11 +265,6 @@ class Chain(triton_kernels.chain.Chain):
             if step.has_tensor:
                 found[name if name not in found else f"{name} {len(found)}"] = step
         return {**found, self.names[-1]: None} if self.reduction else found
-
-    @property
-    def _has_rows(self) -> bool:
-        """Whether the channels are the values' last dimension."""
-        return self.contraction == "linear" or not self.norm
 
     def _named(self, row) -> dict[str, Tensor | None]:
         return dict(zip(self._tensors, row[2:], strict=False))

@@ -33,14 +33,8 @@ Gradients = tuple[Tensor | None, Tensor | None]
 class Contraction:
     """None: z is the input."""
 
-    #: Whether channels are z's last dimension. Else they are the second, or the last where there is no norm.
-    has_rows = False
     #: z of input, weight, bias and geometry in plain PyTorch.
     plain: Callable[..., Tensor] = staticmethod(lambda input, *_: input)
-
-    def channel_axis(self, call: Call) -> int:
-        """The dimension of the result that is the channels."""
-        return -1 if self.has_rows or not call.chain.norm else 1
 
     def reads(self, given: Arguments, wanted: Sequence[bool]) -> tuple[bool, bool, int]:
         """Whether the backward pass reads input and weight, for the ``wanted`` gradients, and the first step it reads.
@@ -82,7 +76,7 @@ class Contraction:
     def _readable(self, call: Call, tensor: Tensor) -> Tensor:
         """A tensor of z's shape, copied where ``passes`` cannot read it as it lies: images in any memory format, all
         else contiguous."""
-        if not self.has_rows and self._keeps_statistics(call, tensor):
+        if not call.chain.has_rows and self._keeps_statistics(call, tensor):
             with contextlib.suppress(RuntimeError):  # no view has all pixels in one dimension
                 for each in (tensor, torch.empty_like(tensor)):
                     each.view(*each.shape[:2], each.shape[2:].numel())
@@ -91,7 +85,7 @@ class Contraction:
 
     def _volume(self, call: Call, tensor: Tensor) -> Tensor:
         """View or copy of a tensor of z's shape as ``passes`` take it."""
-        return as_volume(rows_of(tensor) if self.has_rows or not call.chain.norm else tensor)
+        return as_volume(rows_of(tensor) if call.chain.has_rows else tensor)
 
     def _z_gradient(self, given: Arguments, dy: Tensor, kept: Sequence[Tensor], gradients: Arguments) -> Tensor:
         """z's gradient. ``kept`` has z, and its statistics where there are any."""
@@ -119,7 +113,6 @@ def _copy(source: Tensor, target: Tensor) -> None:
 class Linear(Contraction):
     """input @ weight.T. One kernel does the whole chain where its tiles hold whole groups."""
 
-    has_rows = True
     plain = staticmethod(F.linear)
 
     def reads(self, given: Arguments, wanted: Sequence[bool]) -> tuple[bool, bool, int]:

@@ -10,6 +10,7 @@ import torch
 from ops import checks, plans
 from ops.chain import Chain, by_text
 from ops.pointwise import Earlier, Step, kind_of
+from triton_kernels.chain import has_rows
 from triton_kernels.pointwise import Pointwise, by_identity
 
 Tensor = torch.Tensor
@@ -56,7 +57,7 @@ class Family:
         tensors: list[Any] = [*row]
         numbers: list[tuple] = []
         identities: list[int | str] = []
-        has_rows, dimensions = self.contraction == "linear" or not self.norm, getattr(row[0], "ndim", 0)
+        rows, dimensions = has_rows(self.contraction, self.norm), getattr(row[0], "ndim", 0)
         try:
             for steps, vectors in (before, of_norm), (after, (None,)):
                 for function, operand in steps:
@@ -68,7 +69,7 @@ class Family:
                     elif operand is not None:
                         tensors.append(operand)
                         if function.operand == "tensor":
-                            identities.append(kind_of(operand.shape, dimensions, has_rows))
+                            identities.append(kind_of(operand.shape, dimensions, rows))
                 identities.append(0)
                 tensors += vectors
             if torch.compiler.is_compiling():

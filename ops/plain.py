@@ -29,15 +29,14 @@ def apply(
     if chain.contraction and operands[0] is not None:
         bias, operands[0] = operands[0].reshape(-1), None
     z = values = contraction.plain(input, weight, bias, **geometry)
-    has_rows = contraction.has_rows or not chain.norm
-    if has_rows:
+    if chain.has_rows:
         values = z.reshape(z.shape[:-1].numel(), z.shape[-1])
         operands = [
             each.reshape(values.shape) if step.operand == "tensor" and each is not None else each
             for step, each in zip(chain.steps, operands, strict=True)
         ]
     result = reference.plain(chain, values, operands, num_groups, eps)
-    if has_rows:
+    if chain.has_rows:
         result = result.view(*z.shape[:-1], result.shape[-1])
     return result if last is None else result + last
 

@@ -66,7 +66,7 @@ def make_backward(
             each and torch.empty(dy.shape if each[0] is None else each[0], dtype=each[1], device=dy.device)
             for each in wanted[2:]
         ]
-        channels = dy.shape[contraction.channel_axis(call)]
+        channels = dy.shape[-1 if call.chain.has_rows else 1]
         written = [
             None if each is None else _memory_of(step, each, channels) for step, each in zip(steps, found, strict=True)
         ]

@@ -131,18 +131,23 @@ class Chain:
         """Whether a step takes a tensor of the value's shape."""
         return any(step.operand == "tensor" for step in self.steps)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the channels are the values' last dimension. Else they are the second."""
+        return has_rows(self.contraction, self.norm)
+
     def of_dtype(self, dtype: torch.dtype) -> "Chain":
         """The chain as precise as values of ``dtype`` are."""
-        before, after = (tuple(step.form(dtype) for step in steps) for steps in (self.before, self.after))
-        return self if (before, after) == (self.before, self.after) else replace(self, before=before, after=after)
+        return self._changed(lambda step: step.form(dtype))
 
     @property
     def of_rows(self) -> "Chain":
         """The chain where a sample is a row, so that one value a channel of each sample is one a value."""
-        before, after = (
-            tuple(step.with_operand("tensor") if step.operand == "sample" else step for step in steps)
-            for steps in (self.before, self.after)
-        )
+        return self._changed(lambda step: step.with_operand("tensor") if step.operand == "sample" else step)
+
+    def _changed(self, change: Callable[[Pointwise], Pointwise]) -> "Chain":
+        """The chain with other functions, or itself where none is another."""
+        before, after = (tuple(map(change, steps)) for steps in (self.before, self.after))
         return self if (before, after) == (self.before, self.after) else replace(self, before=before, after=after)
 
     @cached_property
@@ -196,6 +201,11 @@ _chains: dict[str, Chain] = {}
 def chain_of(kernel: str) -> Chain | None:
     """A chain whose product's kernel has this name, or None where this process has made none."""
     return _chains.get(kernel)
+
+
+def has_rows(contraction: str, norm: str) -> bool:
+    """Whether the channels of a chain of this contraction and norm are the last dimension. Without a norm, they are."""
+    return contraction == "linear" or not norm
 
 
 def _reached(steps: Sequence[Pointwise]) -> set[int]:

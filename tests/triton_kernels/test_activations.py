@@ -74,10 +74,9 @@ def exactly(name, value):
         derivative = torch.cosh(value.double().clamp(-700, 700)) ** -2
     elif name == "sigmoid":
         derivative = torch.sigmoid(value.double()) * torch.sigmoid(-value.double())
-    return result, torch.where(value.isnan(), derivative + value, derivative) if name in (
-        "tanh",
-        "sigmoid",
-    ) else derivative
+    if name in ("tanh", "sigmoid"):
+        derivative = torch.where(value.isnan(), derivative + value, derivative)
+    return result, derivative
 
 
 def with_neighbours(values):
