@@ -129,21 +129,29 @@ class Chain(triton_kernels.chain.Chain):
         ``numbers`` are those of the steps that take numbers, ``geometry`` the values of ``convolution.DEFAULTS``.
         """
         if torch.compiler.is_compiling() and isinstance(row[0], torch.Tensor):
-            sizes, are_tuples = _in_pairs(geometry), all(isinstance(step, (tuple, list)) for step in numbers)
-            scalars = [each for step in numbers for each in step] if are_tuples else [None]
-            if sizes is not None and all(type(each) in (int, float) for each in (num_groups, eps, *scalars)):
-                # A compiler sees one call, and guards nothing of what that does. What it depends on beside its
-                # arguments stands in its text, since compiled graphs are cached by that.
-                lengths = ",".join([str(len(step)) for step in numbers])
-                settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
-                text = f"{self.text} | {lengths} | {settings}"
-                return torch.ops.normfuse.chain.default(text, list(row), scalars, num_groups, eps, sizes)
+            given = self.in_graph(row, numbers, num_groups, eps, geometry)
+            if given:
+                return torch.ops.normfuse.chain.default(*given)
         key = self._key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
         if key is not None:
             prepared = self._prepared.get(key)
             if prepared is not None:
                 return prepared.run(row)
         return self._apply_checked(row, numbers, num_groups, eps, geometry, key)
+
+    def in_graph(self, row: tuple, numbers: tuple, num_groups: Any, eps: Any, geometry: tuple) -> tuple:
+        """The arguments of the one operator by which a graph calls the chain, or none where it does not take these.
+
+        A compiler guards nothing of what that does. What it depends on beside its arguments stands in its text, since
+        compiled graphs are cached by that.
+        """
+        sizes, are_tuples = _in_pairs(geometry), all(isinstance(step, (tuple, list)) for step in numbers)
+        scalars = [each for step in numbers for each in step] if are_tuples else [None]
+        if sizes is None or any(type(each) not in (int, float) for each in (num_groups, eps, *scalars)):
+            return ()
+        lengths = ",".join([str(len(step)) for step in numbers])
+        settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
+        return f"{self.text} | {lengths} | {settings}", list(row), scalars, num_groups, eps, sizes
 
     def _key(self, row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
         """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -184,6 +185,24 @@ def test_compiled_with_cuda_graphs(chain, fresh_compiler):
         torch.compiler.cudagraph_mark_step_begin()
         results = run(compiled, arguments, grad_output)
         assert_same_bits(results, run(chain.function, arguments, grad_output))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_backend(mode, fresh_compiler):
+    """``backend="normfuse"``: Inductor compiles what is between the chains, and captures it all."""
+    torch.manual_seed(0)
+    image = [nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.SiLU(), nn.AvgPool2d(4), nn.Flatten()]
+    model = nn.Sequential(*image, nn.Linear(256, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 8)).to("cuda")
+    compiled = torch.compile(model, backend="normfuse", fullgraph=True, mode=mode)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        input = torch.randn(16, 32, 8, 8, device="cuda", requires_grad=True)
+        torch.compiler.cudagraph_mark_step_begin()
+        results = [each(input) for each in (model, compiled)]
+        gradients = [torch.autograd.grad(each.square().mean(), [input, *model.parameters()]) for each in results]
+        torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)  # TF32 in convolutions
+        torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-3)
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 

@@ -1,0 +1,151 @@
+"""What the nodes of a graph of PyTorch's operations compute, as far as chains are made of it, and what they change."""
+
+import contextlib
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from ops import convolution, pointwise
+
+CONTRACTIONS = {
+    "linear": (F.linear, ("weight", "bias")),
+    "conv2d": (F.conv2d, ("weight", "bias", "stride", "padding", "dilation", "groups")),
+    "conv_transpose2d": (F.conv_transpose2d, ("weight", "bias", *convolution.DEFAULTS)),
+}
+NORMS = {
+    "group_norm": ((F.group_norm, torch.group_norm), ("num_groups", "weight", "bias", "eps", "cudnn_enabled")),
+    "layer_norm": ((F.layer_norm, torch.layer_norm), ("normalized_shape", "weight", "bias", "eps", "cudnn_enabled")),
+}
+#: May return their input, or a view that is no other.
+_SAME = (
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.flatten, "flatten", torch.reshape, "reshape", "view", "contiguous",
+)  # fmt: skip
+#: Arithmetic as operators, and other names of functions.
+_ALSO = {
+    "add": (operator.add, operator.iadd),
+    "sub": (operator.sub, operator.isub, torch.subtract, "subtract"),
+    "mul": (operator.mul, operator.imul, torch.multiply, "multiply"),
+    "div": (operator.truediv, operator.itruediv, torch.divide, torch.true_divide, "divide", "true_divide"),
+    "clamp": (torch.clip, "clip", "clip_"),
+}
+#: What a function may be given besides, if it is this.
+_WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
+#: Operators that write to their first argument, and what keeps statistics in its arguments.
+_WRITING = {
+    getattr(operator, name)
+    for name in ("setitem", "delitem", *(f"i{each}" for each in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"
+    )))
+} | {F.batch_norm, F.instance_norm}  # fmt: skip
+#: Change how what follows is computed.
+_SETTINGS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+
+
+def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
+    """By function, or method's name: what it is called here, and what it takes after its input."""
+    found: dict[Any, tuple[str, tuple[str, ...]]] = dict.fromkeys(_SAME, ("same", ("p", "training", "inplace")))
+    found |= {target: (kind, names) for kind, (target, names) in CONTRACTIONS.items()}
+    found |= {target: (kind, names) for kind, (targets, names) in NORMS.items() for target in targets}
+    found |= dict.fromkeys((torch.min, "min"), ("minimum", ("dim", "keepdim")))
+    for kind in pointwise.__all__:
+        if kind.islower() and kind not in ("apply", "earlier"):
+            names = (*inspect.signature(getattr(pointwise, kind)).parameters, "inplace")
+            spelled = [kind, f"{kind}_"]
+            targets = [each for each in spelled if hasattr(torch.Tensor, each)]
+            targets += [getattr(module, each) for module in (torch, F) for each in spelled if hasattr(module, each)]
+            found |= dict.fromkeys((*targets, *_ALSO.get(kind, ())), (kind, names))
+    return found
+
+
+_PARAMETERS = _parameters()
+
+
+def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
+    """What the node is, and what it is given by name; None where chains are made of no such thing."""
+    if node.op not in ("call_function", "call_method") or node.target not in _PARAMETERS:
+        return None
+    kind, names = _PARAMETERS[node.target]
+    given = {**dict(zip(("input", *names), node.args, strict=False)), **node.kwargs}
+    if kind == "same":
+        return kind, {"input": node.args[0]} if node.args else given
+    others = [name for name in _WITHOUT_EFFECT if name in given and name not in names]
+    ineffective = all(given.pop(name) == _WITHOUT_EFFECT[name] for name in others)
+    known = len(node.args) <= 1 + len(names) and given.keys() <= {"input", *names}
+    return (kind, given) if ineffective and known and "input" in given else None
+
+
+def writes(node: Node) -> bool:
+    """Whether it writes to a tensor, or may."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    given: Any = node.kwargs
+    with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature, a method's name neither
+        given = inspect.signature(target).bind_partial(*node.args, **node.kwargs).arguments
+    return (
+        target in _WRITING
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(given.get("inplace"))
+        or given.get("out") is not None
+    )
+
+
+def example(value: Any) -> Any:
+    """The fake tensor, or the number, that stands for a node's value; what is no node is its own."""
+    return value.meta.get("example_value") if isinstance(value, Node) else value
+
+
+def number(value: Any) -> float:
+    """The number, which a graph for others may compute: it is then for this one alone. Raises TypeError for others."""
+    found = example(value)
+    if isinstance(found, bool) or not isinstance(found, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{value} is no number")
+    return float(found)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a graph's nodes do to one another beside their values.
+
+    Attributes:
+        barriers: The nodes over which none is moved: they write, or change how what follows is computed.
+        autocasts: By node the arguments of the autocast regions within the graph that it is in.
+    """
+
+    barriers: frozenset[Node]
+    autocasts: dict[Node, tuple[tuple, ...]]
+
+    @classmethod
+    def of(cls, graph: Graph) -> "Surroundings":
+        """Those in the graph as it is."""
+        regions: dict[Node, tuple] = {}
+        autocasts = {}
+        barriers = set()
+        for node in graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name == "_enter_autocast":
+                regions[node] = node.args
+            elif name == "_exit_autocast":
+                regions.pop(node.args[0], None)
+            autocasts[node] = tuple(regions.values())
+            if name in _SETTINGS or writes(node):
+                barriers.add(node)
+        return cls(frozenset(barriers), autocasts)
+
+    def allow(self, nodes: tuple[Node, ...]) -> bool:
+        """Whether these may all be computed where the last of them is."""
+        node, own = nodes[0], set(nodes)
+        while node is not nodes[-1]:
+            node = node.next
+            if node in self.barriers and node not in own:
+                return False
+        return True

@@ -1,0 +1,387 @@
+"""Chains of the family in a graph of PyTorch's operations, and one call put in the place of each.
+
+The graph is one of Dynamo's, before autograd: functions, methods and operators as a model calls them, with a fake
+tensor for each node's value. A chain grows from its contraction, or from some steps before its norm, while each value
+is used by the next steps alone. What would take its place is tried with the fake tensors. Where it is refused, or its
+shape or dtype is another, a shorter chain is taken, or none.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from ops import checks, convolution, family, functions, pointwise
+from ops.chain import Chain
+from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, number, writes
+from ops.pointwise import Step
+
+_FAMILIES = {(each.contraction, each.norm): each for each in family.FAMILIES}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: How many steps before its norm a chain without a contraction may begin.
+_FARTHEST = 16
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A chain that was put into a graph.
+
+    Attributes:
+        chain: The chain in words.
+        nodes: The names of the nodes whose place it took.
+    """
+
+    chain: str
+    nodes: tuple[str, ...]
+
+
+def rewrite(module: GraphModule) -> tuple[Rewritten, ...]:
+    """Put one call in the place of each chain, in the module's graph and in those within it, such as a checkpoint's."""
+    found: list[Rewritten] = []
+    for each in module.modules():
+        if isinstance(each, GraphModule):
+            of_graph = list(_rewrite_graph(each.graph))
+            if of_graph:
+                each.recompile()
+            found += of_graph
+    return tuple(found)
+
+
+def _rewrite_graph(graph: Graph) -> Iterator[Rewritten]:
+    if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.nodes):
+        return  # of torch.func, which does not know the chains
+    surroundings = Surroundings.of(graph)
+    taken: set[Node] = set()
+    for kinds in CONTRACTIONS, NORMS:
+        for node in list(graph.nodes):
+            kind, given = (node not in taken and bound(node)) or ("", {})
+            if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in _DTYPES:
+                continue
+            starts = [_Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else _before(node, given)
+            ends = (end for start in starts for end in start.ends() if end.is_whole and surroundings.allow(end.nodes))
+            for end in ends:
+                if text := _put(graph, end, surroundings.autocasts[end.value]):
+                    taken.update(end.nodes)
+                    yield Rewritten(text, tuple(each.name for each in end.nodes))
+                    break
+
+
+@dataclass
+class _Growth:
+    """A chain that grows by a node at a time.
+
+    Attributes:
+        start: Its contraction, or its input where it has none.
+        contraction: Its contraction's name, or "".
+        given: What the contraction is given.
+        path: Nodes that it is to pass, where there are others.
+        nodes: All of it.
+        before: The steps before the norm.
+        steps: Those since, or all where there is no norm.
+        norm: The norm's name, and what it is given.
+        bias: What is added to the row minimum, in a tuple, where there is one.
+        places: By node how many steps had made its value.
+    """
+
+    start: Node
+    contraction: str
+    given: dict[str, Any]
+    path: frozenset[Node] = frozenset()
+    nodes: tuple[Node, ...] = ()
+    before: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()
+    norm: tuple[str, dict[str, Any]] | None = None
+    bias: tuple[Any, ...] = ()
+    places: dict[Node, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_contraction(cls, node: Node, kind: str, given: dict[str, Any]) -> "_Growth":
+        """A contraction alone."""
+        return cls(node, kind, given, nodes=(node,), places={node: 0})
+
+    @property
+    def value(self) -> Node:
+        """The last one."""
+        return self.nodes[-1] if self.nodes else self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may end here: it is more than a contraction, and no value but the last is used elsewhere."""
+        is_chain = self.norm is not None or (self.contraction == "linear" and len(self.steps) > 0)
+        return is_chain and all(user in self.nodes for node in self.nodes[:-1] for user in node.users)
+
+    def ends(self) -> list["_Growth"]:
+        """It and all that it grows to, the longest first."""
+        found = [self]
+        while found[-1].value.users:
+            users = sorted(user for user in found[-1].value.users if user not in found[-1].nodes)
+            node = next((user for user in users if user in self.path), users[0] if users else None)
+            kind, given = (node is not None and bound(node)) or ("", {})
+            try:
+                grown = kind and found[-1]._with(node, kind, given)
+            except (KeyError, TypeError, ValueError):
+                break
+            if not grown:
+                break
+            found.append(grown)
+        return found[::-1]
+
+    def _with(self, node: Node, kind: str, given: dict[str, Any]) -> "_Growth | None":
+        value, nodes = self.value, (*self.nodes, node)
+        if self.bias:
+            return self._with_bias(node, kind, given) if self.bias == (None,) else None
+        if kind == "minimum":
+            return self._with_minimum(node, given)
+        old, new = example(value), example(node)
+        if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
+            return None
+        if writes(node) and not self._may_be_overwritten(node):
+            return None
+        places = {**self.places, node: len(self.steps)}
+        if kind in NORMS:
+            if self.norm or given["input"] is not value:
+                return None
+            return replace(self, nodes=nodes, before=self.steps, steps=(), norm=(kind, given), places={node: 0})
+        if kind == "same":
+            is_same = given["input"] is value and new.stride() == old.stride() and not _drops(node)
+            return replace(self, nodes=nodes, places=places) if is_same else None
+        added = self._steps(kind, given, value)
+        places[node] = len(self.steps) + len(added)
+        return replace(self, nodes=nodes, steps=(*self.steps, *added), places=places) if added else None
+
+    def _may_be_overwritten(self, node: Node) -> bool:
+        """Whether nothing else sees that this node writes into the last value."""
+        is_own = self.contraction or self.norm or self.steps
+        earlier = (self.start, *self.nodes) if self.contraction else self.nodes
+        return bool(is_own) and all(user <= node for each in earlier for user in each.users)
+
+    def _steps(self, kind: str, given: dict[str, Any], value: Node) -> tuple[Step, ...]:
+        """What the function does to the value, or nothing."""
+        function = getattr(pointwise, kind, None)
+        given = {name: each for name, each in given.items() if name != "inplace"}
+        first = given.pop("input")
+        if function is None:
+            return ()
+        if "other" not in given:
+            text = {name: each for name, each in given.items() if isinstance(each, str) or each is None}
+            numbers = {name: number(each) for name, each in given.items() if name not in text}
+            return (function(**numbers, **text),) if first is value else ()
+        other = given["other"]
+        if (first is value) == (other is value):
+            return ()  # both of them, or neither
+        if first is value:
+            return (self._with_operand(function, other, value),)
+        if kind in ("add", "mul"):
+            return (self._with_operand(function, first, value),)
+        if kind == "sub" and not self._has(first):  # -value + first is exactly the same
+            return pointwise.mul(-1.0), self._with_operand(pointwise.add, first, value)
+        return ()
+
+    def _has(self, value: Any) -> bool:
+        return isinstance(value, Node) and (value in self.places or value in self.nodes)
+
+    def _with_operand(self, function: Any, operand: Any, value: Node) -> Step:
+        """The step with a node in the place of a tensor."""
+        if self._has(operand):
+            return function(pointwise.earlier(len(self.steps) - self.places[operand]))
+        tensor = example(operand)
+        if not isinstance(tensor, torch.Tensor):
+            return function(number(operand))
+        values = example(value)
+        if tensor.dtype != values.dtype or tensor.device != values.device:
+            raise TypeError("PyTorch computes in another dtype")
+        return Step(function(tensor).pointwise, operand)
+
+    def _with_minimum(self, node: Node, given: dict[str, Any]) -> "_Growth | None":
+        """The minimum of each row by PyTorch's function that gives its index too, which must not be used."""
+        readers = list(node.users)
+        follows = self.contraction == "linear" and self.norm and not (self.before or self.steps)
+        asked = given.get("dim") in (1, -1) and given.get("keepdim") is True and given["input"] is self.value
+        if not (follows and asked and len(readers) == 1 and readers[0].args[1:] == (0,)):
+            return None
+        return replace(self, nodes=(*self.nodes, node, readers[0]), bias=(None,))
+
+    def _with_bias(self, node: Node, kind: str, given: dict[str, Any]) -> "_Growth | None":
+        bias = next((each for each in given.values() if each is not self.value), None)
+        shape: tuple[int, ...] = getattr(example(bias), "shape", ())
+        fits = kind == "add" and not writes(node) and checks.is_channel_axis(shape)
+        return replace(self, nodes=(*self.nodes, node), bias=(bias,)) if fits else None
+
+
+def _drops(node: Node) -> bool:
+    """Whether it is a dropout that is on."""
+    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
+    return "dropout" in str(node.target) and given.get("training", True) is not False
+
+
+def _before(norm: Node, given: dict[str, Any]) -> Iterator[_Growth]:
+    """Beginnings of chains without a contraction that have this norm, those that begin the farthest from it first."""
+    found = [_Growth(given["input"], "", {}, frozenset([norm]))]
+    while len(found) < _FARTHEST:
+        node = found[-1].start
+        kind, given = bound(node) or ("", {})
+        if not (kind == "same" or hasattr(pointwise, kind)):
+            break
+        arguments: tuple[Any, ...] = given["input"], given.get("other")
+        operands = [each for each in arguments if isinstance(example(each), torch.Tensor)]
+        found.append(replace(found[-1], start=max(operands), path=found[-1].path | {node}))
+    for each in found[::-1]:
+        yield replace(each, given={"input": each.start}, places={each.start: 0})
+
+
+# What takes a chain's place
+
+
+class _Writer:
+    """Adds nodes behind one of a graph's, each of which is tried with the fake tensors first."""
+
+    def __init__(self, graph: Graph, last: Node):
+        self.graph, self.last, self.place = graph, last, last.next
+        self.mode = example(last).fake_mode
+        self.added: list[Node] = []
+
+    def call(self, function: Any, *arguments: Any, **options: Any) -> Node:
+        """A node that calls the function."""
+        fakes, fake_options = map_arg((arguments, options), example)
+        with self.mode, torch.no_grad():
+            value = function(*fakes, **fake_options)
+        with self.graph.inserting_before(self.place):
+            node = self.graph.call_function(function, arguments, options)
+        node.meta = {**self.last.meta, "example_value": value}
+        self.added.append(node)
+        return node
+
+    def undo(self) -> None:
+        """Leave the graph as it was."""
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+
+
+def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
+    """Put a call in the place of the chain. Returns the chain in words, or "" where it is left as it is."""
+    last, writer = growth.value, _Writer(graph, growth.value)
+    try:
+        with contextlib.ExitStack() as regions:
+            for each in autocasts:
+                regions.enter_context(torch.autocast(*each))
+            text, result = _call(writer, growth)
+            result = _with_strides_of(writer, result, example(last))
+    except (AttributeError, TypeError, ValueError):
+        writer.undo()
+        return ""
+    last.replace_all_uses_with(result)
+    for node in reversed(growth.nodes):
+        graph.erase_node(node)
+    return text
+
+
+def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
+    """The chain in words, and the node that has its result."""
+    kind, norm = growth.norm or ("", {})
+    given, input = growth.given, growth.given["input"]
+    of_norm: tuple = (norm.get("weight"), norm.get("bias")) if kind else ()
+    num_groups = int(number(norm["num_groups"])) if kind == "group_norm" else 1
+    before, after = (growth.before, growth.steps) if kind else ((), growth.steps)
+    values = example(growth.nodes[0] if growth.contraction else input)
+    dimensions = 1
+    if kind == "layer_norm":
+        sizes = norm["normalized_shape"]
+        dimensions = len(sizes) if isinstance(sizes, (tuple, list, torch.Size)) else 1
+        if growth.contraction and (growth.contraction != "linear" or dimensions > 1):
+            raise ValueError("the norm is over more than the channels")
+    elif kind and growth.contraction == "linear" and values.ndim != 2:
+        raise ValueError("the norm's channels are not the last dimension")
+    is_last = growth.contraction == "linear" or kind == "layer_norm"
+    axes = range(values.ndim - dimensions, values.ndim) if is_last else range(1, 2)
+    in_rows = kind == "layer_norm" and not growth.contraction
+    length = math.prod(int(values.shape[axis]) for axis in axes)
+
+    def shaped(step: Step) -> Step:
+        if not isinstance(step.operand, Node):
+            return step
+        operand = step.operand
+        what = _kind(example(operand).shape, values.shape, axes, is_last)
+        if in_rows:
+            operand = writer.call(torch.ops.aten.reshape.default, operand, _IN_ROWS[what](length))
+        return Step(step.pointwise, operand)
+
+    before, after = tuple(map(shaped, before)), tuple(map(shaped, after))
+    if in_rows:
+        input = writer.call(torch.ops.aten.reshape.default, input, [-1, length])
+        of_norm = tuple(each and writer.call(torch.ops.aten.reshape.default, each, [length]) for each in of_norm)
+    row = (input, given["weight"], given.get("bias")) if growth.contraction else (input, None)
+    eps = number(norm.get("eps", 1e-5)) if kind else 0.0
+    if growth.bias:
+        chain: Chain = functions.L75
+        numbers: tuple = ()
+        row = (*row, *of_norm, *growth.bias)
+    else:
+        steps = [[Step(each.pointwise, example(each.operand)) for each in part] for part in (before, after)]
+        of_family = _FAMILIES[growth.contraction, kind and "group_norm"]
+        fakes = tuple(map(example, row)), tuple(map(example, of_norm))
+        chain, _, numbers = of_family.bind(*fakes, *steps)
+        row = (*row, *_nodes(before), *of_norm, *_nodes(after), None)
+    geometry = _geometry(growth) if growth.contraction not in ("", "linear") else ()
+    text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry)
+    result = writer.call(torch.ops.normfuse.chain.default, text, list(row), *rest)
+    if in_rows:
+        result = writer.call(torch.ops.aten.reshape_as.default, result, growth.given["input"])
+    return chain.text, result
+
+
+def _nodes(steps: tuple[Step, ...]) -> list[Node]:
+    return [step.operand for step in steps if isinstance(step.operand, Node)]
+
+
+#: Shapes of operands where the values are rows of this length.
+_IN_ROWS: dict[str, Any] = {
+    "scalar": lambda length: [],
+    "vector": lambda length: [length],
+    "tensor": lambda length: [-1, length],
+}
+
+
+def _kind(shape: torch.Size, values: torch.Size, axes: range, is_last: bool) -> str:
+    """What a tensor of this shape is to values whose channels are at ``axes``. Raises ValueError where that is nothing
+    that a chain takes."""
+    padded = (1,) * (len(values) - len(shape)) + tuple(shape)
+    of_channels = [values[axis] if axis in axes else 1 for axis in range(len(values))]
+    if len(padded) == len(values):
+        if all(size == 1 for size in padded):
+            return "scalar"
+        if padded == tuple(of_channels):
+            return "vector"
+        if tuple(shape) == tuple(values):
+            return "tensor"
+        if not is_last and padded == (values[0], *of_channels[1:]):
+            return "sample"
+    raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
+
+
+def _geometry(growth: _Growth) -> tuple:
+    """A convolution's, in the order of ``convolution.DEFAULTS``."""
+    sizes: dict[str, Any] = {name: growth.given.get(name, default) for name, default in convolution.DEFAULTS.items()}
+    if growth.contraction == "conv2d":
+        weight = example(growth.given["weight"])
+        of_padding = convolution.in_numbers(weight, sizes["stride"], sizes["padding"], sizes["dilation"])
+        sizes["padding"], sizes["output_padding"] = of_padding
+    return tuple(sizes.values())
+
+
+def _with_strides_of(writer: _Writer, result: Node, expected: torch.Tensor) -> Node:
+    """The result as it lies in PyTorch. Raises ValueError where it has another shape or dtype."""
+    value = example(result)
+    if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
+        raise ValueError(f"the result is {value}, not {expected}")
+    if value.stride() == expected.stride():
+        return result
+    for each in (torch.contiguous_format, torch.channels_last):
+        if each is torch.contiguous_format or expected.ndim == 4:
+            if expected.is_contiguous(memory_format=each):
+                return writer.call(torch.ops.aten.contiguous.default, result, memory_format=each)
+    raise ValueError(f"the result lies as {value.stride()}, not {expected.stride()}")

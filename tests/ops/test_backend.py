@@ -1,0 +1,80 @@
+"""Promise: ``torch.compile(model, backend="normfuse")`` fuses chains and hands Inductor all else, options too.
+
+Without a GPU, PyTorch's "aot_eager" stands for Inductor, which needs a C++ compiler there.
+``tests/test_gpu_pytorch.py`` runs it.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """What Inductor is given: the counter of graphs, and the options of each."""
+    counter = CompileCounterWithBackend("aot_eager")
+    counter.options = []
+
+    def compile_graph(module, inputs, options):
+        counter.options.append(options)
+        return counter(module, inputs)
+
+    monkeypatch.setattr(torch._inductor, "compile", compile_graph)
+    return counter
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GroupNorm(4, 32), nn.SiLU(), nn.Linear(32, 8), nn.Softmax(-1))
+
+
+def test_is_found():
+    assert "normfuse" in torch._dynamo.list_backends()
+
+
+def test_training(handed):
+    """Batches of any size have one more graph. The chain is one operator in it."""
+    layers = model()
+    compiled = torch.compile(layers, backend="normfuse", fullgraph=True)
+    for rows in 4, 6, 7:
+        input = torch.randn(rows, 16, requires_grad=True)
+        results = layers(input), compiled(input)
+        gradients = [torch.autograd.grad(each.square().sum(), [input, *layers.parameters()]) for each in results]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+    assert handed.frame_count == 2
+    for graph in handed.graphs:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        assert len(names) == 3 and names[0] == "normfuse.chain.default"
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, {}),
+        ({"mode": "default"}, {}),
+        ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
+        ({"options": {"max_autotune": True}}, {"max_autotune": True}),
+    ],
+    ids=str,
+)
+def test_mode_and_options(handed, given, expected, context):
+    """They reach Inductor, a mode as the options that it stands for."""
+    layers, input = model(), torch.randn(4, 16)
+    with context():
+        torch.testing.assert_close(torch.compile(layers, backend="normfuse", **given)(input), layers(input))
+    assert handed.options == [expected]
+
+
+def test_unknown_option():
+    with pytest.raises(Exception, match="no_such_option"):
+        torch.compile(model(), backend="normfuse", options={"no_such_option": 1})(torch.randn(4, 16))

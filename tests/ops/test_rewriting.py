@@ -1,0 +1,367 @@
+"""Promise: each chain in a graph of PyTorch's operations becomes one call, which gives what PyTorch gives."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ops.rewriting import rewrite
+
+AFFINE = "group_norm -> mul -> add"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, **options):
+    """The function behind Dynamo with its chains rewritten, and the list of these, in words."""
+    found = []
+
+    def backend(module, _inputs):
+        found.extend(each.chain for each in rewrite(module))
+        module.graph.lint()
+        return module.forward
+
+    return torch.compile(function, backend=backend, **{"fullgraph": True, **options}), found
+
+
+def evaluated(function, arguments, parameters=()):
+    """Results and gradients, with the inputs as they are afterwards."""
+    given = [each.detach().clone().requires_grad_(each.requires_grad) for each in arguments]
+    taken = [each * 1 if each.requires_grad else each for each in given]  # what is no leaf may be written to
+    results = function(*taken)
+    results = results if isinstance(results, tuple) else (results,)
+    leaves = [each for each in (*given, *parameters) if each.requires_grad]
+    roots = [each for each in results if each.requires_grad]
+    losses = [each.float().square().mean() for each in roots]
+    gradients = torch.autograd.grad(losses, leaves, allow_unused=True) if leaves else ()
+    return (*results, *taken), gradients
+
+
+def check(function, arguments, expected, gradient_tolerance=1e-5, **options):
+    """The same results, strides and gradients as without rewriting, and these chains."""
+    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
+    results, gradients = evaluated(function, arguments, parameters)
+    fused, found = compiled(function, **options)
+    ours, of_ours = evaluated(fused, arguments, parameters)
+    for one, other in zip(ours, results, strict=True):
+        tolerance = {} if one.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(one, other, check_stride=True, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
+    for one, other in zip(of_ours, gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=gradient_tolerance)
+    assert found == expected
+
+
+def draw(*shape, grad=True):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_(grad)
+
+
+ROWS, IMAGES, WEIGHT = (6, 16), (2, 8, 5, 5), (32, 16)
+LINEAR, CONV = "linear -> add", "conv2d -> add"
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def linear():
+    return nn.Linear(16, 32)
+
+
+#: name → (layers, the input's shape, the chains)
+LAYERS = {
+    "group norm": (lambda: [linear(), nn.GroupNorm(4, 32), nn.SiLU()], ROWS, [f"{LINEAR} -> {AFFINE} -> silu"]),
+    "in place": (
+        lambda: [linear(), nn.ReLU(inplace=True), nn.GroupNorm(4, 32), nn.SiLU(inplace=True)],
+        ROWS,
+        [f"{LINEAR} -> relu -> {AFFINE} -> silu"],
+    ),
+    "layer norm": (
+        lambda: [linear(), nn.LayerNorm(32), nn.GELU(approximate="tanh")],
+        (2, 3, 16),
+        [f"{LINEAR} -> {AFFINE} -> gelu_tanh"],
+    ),
+    "layer norm alone": (lambda: [nn.LayerNorm((4, 16)), nn.SiLU()], (2, 4, 16), [f"{AFFINE} -> silu"]),
+    "layer norm of a plain input": (lambda: [nn.LayerNorm(16, bias=False)], ROWS, [AFFINE]),
+    "three dimensions": (lambda: [linear(), nn.GroupNorm(3, 3), nn.ReLU()], (2, 3, 16), [f"{AFFINE} -> relu"]),
+    "what changes nothing": (
+        lambda: [linear(), nn.Identity(), nn.Flatten(), nn.Dropout(0.0).eval(), nn.GroupNorm(4, 32), nn.Mish()],
+        ROWS,
+        [f"{LINEAR} -> {AFFINE} -> mish"],
+    ),
+    "dropout": (lambda: [linear(), nn.Dropout(0.0), nn.LayerNorm(32), nn.ELU(1.5)], ROWS, [f"{AFFINE} -> elu"]),
+    "linear": (lambda: [linear(), nn.LeakyReLU(0.2), nn.Linear(32, 8)], ROWS, [f"{LINEAR} -> leaky_relu"]),
+    "convolution": (
+        lambda: [nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()],
+        IMAGES,
+        [f"{CONV} -> {AFFINE} -> silu"],
+    ),
+    "two convolutions": (
+        lambda: [
+            *(nn.Conv2d(8, 16, 3, padding="same", dilation=2), nn.ReLU(), nn.GroupNorm(4, 16)),
+            *(nn.Conv2d(16, 8, 3, stride=2, groups=2), nn.GroupNorm(2, 8), nn.Hardswish()),
+        ],
+        IMAGES,
+        [f"{CONV} -> relu -> {AFFINE}", f"{CONV} -> {AFFINE} -> hardswish"],
+    ),
+    "transposed convolution": (
+        lambda: [nn.ConvTranspose2d(8, 16, 3, stride=2, output_padding=1), nn.GELU(), nn.GroupNorm(4, 16)],
+        IMAGES,
+        [f"conv_transpose2d -> add -> gelu -> {AFFINE}"],
+    ),
+    "convolution of other dimensions": (
+        lambda: [nn.Conv1d(8, 16, 3), nn.Softplus(2.0, 3.0), nn.GroupNorm(4, 16), nn.ReLU6()],
+        (2, 8, 7),
+        [f"softplus -> {AFFINE} -> hardtanh"],
+    ),
+    "convolution and pointwise": (lambda: [nn.Conv2d(8, 16, 3), nn.ReLU()], IMAGES, []),
+    "batch norm": (lambda: [nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()], IMAGES, []),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    make, shape, expected = LAYERS[name]
+    check(nn.Sequential(*seeded(make)), [draw(*shape)], expected)
+
+
+def augmented(value, vector):
+    value *= 3
+    value += vector
+    return value
+
+
+def mish(value):
+    return value * torch.tanh(F.softplus(value))
+
+
+#: name → (a function of the value, the shapes of its other arguments, the chain behind linear and norm)
+STEPS = {
+    "spelled mish": (mish, [], "softplus -> tanh -> mul earlier 2"),
+    "other order": (lambda y: torch.sigmoid(y) * y, [], "sigmoid -> mul earlier 1"),
+    "methods": (lambda y: y.relu().clamp(max=1.0).clip(0.1).tanh(), [], "relu -> clamp -> clamp -> tanh"),
+    "in place": (
+        lambda y: y.mul_(2).add_(1).clamp_(min=0).sigmoid_(),
+        [],
+        "mul numbers -> add numbers -> clamp -> sigmoid",
+    ),
+    "operators": (
+        lambda y: 2 - (3 * y - 1) / 4,
+        [],
+        "mul numbers -> sub numbers -> div numbers -> mul numbers -> add numbers",
+    ),
+    "residual": (lambda y, r: r + F.relu(y), [(6, 32)], "relu -> add tensor"),
+    "subtracted from": (lambda y, r: r - y, [(6, 32)], "mul numbers -> add tensor"),
+    "vectors": (lambda y, a, b: (y * a + b).sub(a), [(32,), (1, 32)], "mul -> add -> sub"),
+    "scalars": (lambda y, a, b: y.mul(a) / b, [(), (1, 1)], "mul scalar -> div scalar"),
+    "augmented": (augmented, [(32,)], "mul numbers -> add"),
+    "no effect": (lambda y: torch.add(y, 1, alpha=1).div(2, rounding_mode=None), [], "add numbers -> div numbers"),
+    "earlier": (lambda y: F.gelu(y) + y, [], "gelu -> add earlier 1"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("first", ["norm", "contraction"])
+def test_steps(name, first):
+    function, shapes, expected = STEPS[name]
+    norm = lambda z: F.group_norm(z, 4)  # noqa: E731
+    others = [draw(*shape) for shape in shapes]
+    if first == "norm":
+        check(lambda x, w, *rest: function(norm(F.linear(x, w)), *rest), [draw(*ROWS), draw(*WEIGHT), *others],
+              [f"{LINEAR} -> {AFFINE} -> {expected}"])  # fmt: skip
+    else:
+        check(lambda x, w, *rest: norm(function(F.linear(x, w), *rest)), [draw(*ROWS), draw(*WEIGHT), *others],
+              [f"{LINEAR} -> {expected} -> {AFFINE}"])  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)])
+def test_vectors_of_images(shape):
+    def function(x, w, vector, sample):
+        return F.relu(F.group_norm(F.conv2d(x, w) + vector, 4) * sample[:, :, None, None])
+
+    arguments = [draw(*IMAGES), draw(8, 8, 1, 1), draw(*shape), draw(2, 8)]
+    check(function, arguments, [f"{CONV} -> add -> {AFFINE} -> mul sample -> relu"])
+
+
+@pytest.mark.parametrize("minimum", [lambda y: torch.min(y, 1, True)[0], lambda y: y.min(dim=-1, keepdim=True).values])
+@pytest.mark.parametrize("bias", [(1, 5, 1, 1), (5,)])
+def test_row_minimum(minimum, bias):
+    """A bias of another shape is added as before."""
+    function = lambda x, w, b: minimum(F.group_norm(F.linear(x, w), 4)) + b  # noqa: E731
+    check(function, [draw(*ROWS), draw(*WEIGHT), draw(*bias)], [f"{LINEAR} -> {AFFINE} -> row_minimum"])
+
+
+class Block(nn.Module):
+    """Of a diffusion model."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
+        self.conv1, self.conv2 = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.time = nn.Linear(16, 8)
+
+    def forward(self, x, time):
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = h + self.time(F.silu(time))[:, :, None, None]
+        return x + self.conv2(F.silu(self.norm2(h)))
+
+
+BLOCK = [f"{CONV} -> add sample -> {AFFINE} -> silu", f"{AFFINE} -> silu"]
+
+
+def test_block():
+    check(seeded(Block), [draw(*IMAGES), draw(2, 16)], BLOCK)
+
+
+@torch.no_grad()
+def test_channels_last():
+    """Without gradients: PyTorch's own backward pass of a CPU's group norm dies of mixed memory formats."""
+    block = seeded(Block).to(memory_format=torch.channels_last)
+    images = draw(*IMAGES).contiguous(memory_format=torch.channels_last)
+    fused, found = compiled(block)
+    torch.testing.assert_close(fused(images, draw(2, 16)), block(images, draw(2, 16)), check_stride=True)
+    assert found == BLOCK
+
+
+def test_checkpoint():
+    block = seeded(Block)
+    check(lambda x, t: checkpoint(block, x, t, use_reentrant=False), [draw(*IMAGES), draw(2, 16)], BLOCK)
+
+
+def test_autocast_within():
+    """A CPU's layer norm returns what it is given, as the fused chain does."""
+
+    def function(x, w, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.gelu(F.layer_norm(F.linear(x, w), (32,), v, v))
+        return y, F.relu(F.linear(x, w))
+
+    check(
+        function, [draw(*ROWS), draw(*WEIGHT), draw(32)], [f"{LINEAR} -> {AFFINE} -> gelu", f"{LINEAR} -> relu"], 1e-3
+    )
+
+
+def test_tied_parameters():
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(32, 32), nn.LayerNorm(32)
+    model = nn.Sequential(layer, norm, nn.Tanh(), layer, norm, nn.Sigmoid())
+    check(model, [draw(4, 32)], [f"{LINEAR} -> {AFFINE} -> tanh", f"{LINEAR} -> {AFFINE} -> sigmoid"])
+
+
+def test_numbers_that_change():
+    """A number becomes a constant of a graph for it alone; a batch of any size has one graph."""
+
+    def function(x, w, factor):
+        return F.group_norm(F.linear(x, w), 4, eps=factor) * factor
+
+    fused, found = compiled(function)
+    for rows, factor in ((3, 0.5), (5, 0.5), (7, 0.5), (7, 0.25), (9, 0.125)):
+        arguments = draw(rows, 16), draw(*WEIGHT), factor
+        torch.testing.assert_close(fused(*arguments), function(*arguments), rtol=1e-4, atol=1e-5)
+    assert set(found) == {f"{LINEAR} -> {AFFINE} -> mul numbers"}
+
+
+def test_dynamic_sizes():
+    check(nn.Sequential(linear(), nn.LayerNorm(32), nn.SiLU()), [draw(2, 3, 16)], [f"{LINEAR} -> {AFFINE} -> silu"],
+          dynamic=True)  # fmt: skip
+    check(nn.Sequential(nn.LayerNorm(16), nn.SiLU()), [draw(2, 3, 16)], [f"{AFFINE} -> silu"], dynamic=True)
+
+
+# What is left
+
+
+def linear_norm(x, w):
+    return F.group_norm(F.linear(x, w), 4)
+
+
+def written_between(x, w, v):
+    z = F.linear(x, w)
+    v.add_(1)
+    return F.group_norm(z + v, 4)
+
+
+def bias_written_between(x, w, v):
+    z = F.linear(x, w, v)
+    v.add_(1)
+    return F.relu(z) + v
+
+
+def set_between(x, w, v):
+    z = linear_norm(x, w)
+    v[0] = 7.0
+    return z + v
+
+
+def written_and_read(x, w, v):
+    z = F.linear(x, w)
+    y = z.mul_(2)
+    return F.group_norm(y, 4) + z
+
+
+def view_is_written(x, w, v):
+    z = linear_norm(x, w)
+    part = z[:2]
+    part.zero_()
+    return F.relu(z)
+
+
+def input_is_written(x, w, v):
+    return F.group_norm(x.relu_(), 4)
+
+
+def output_is_written(x, w, v):
+    z = torch.empty(6, 32)
+    torch.add(F.linear(x.detach(), w.detach()), 1, out=z)
+    return z
+
+
+#: name → (function of input, weight and a vector; the chains)
+LEFT = {
+    "vector is written": (written_between, [f"add -> {AFFINE}"]),
+    "bias is written": (bias_written_between, []),
+    "element is set": (set_between, [f"{LINEAR} -> {AFFINE}"]),
+    "value is written and read": (written_and_read, [f"{AFFINE} -> add tensor"]),
+    "view is written": (view_is_written, [f"{LINEAR} -> {AFFINE}"]),
+    "input is written": (input_is_written, [AFFINE]),
+    "out": (output_is_written, []),
+    "value used twice": (lambda x, w, v: (z := F.linear(x, w), F.group_norm(z, 4)), [AFFINE]),
+    "norm used twice": (lambda x, w, v: (y := linear_norm(x, w), F.relu(y)), [f"{LINEAR} -> {AFFINE}"]),
+    "itself": (lambda x, w, v: (lambda z: z * z)(F.linear(x, w)), []),
+    "alpha": (lambda x, w, v: torch.add(linear_norm(x, w), v, alpha=2), [f"{LINEAR} -> {AFFINE}"]),
+    "rounded": (lambda x, w, v: linear_norm(x, w).div(2, rounding_mode="floor"), [f"{LINEAR} -> {AFFINE}"]),
+    "other dtype": (lambda x, w, v: F.linear(x, w) + v.double(), []),
+    "larger": (lambda x, w, v: linear_norm(x, w) + v.expand(2, 6, 32), [f"{LINEAR} -> {AFFINE}"]),
+    "divided by": (lambda x, w, v: 1 / F.linear(x, w), []),
+    "bound is a tensor": (lambda x, w, v: F.linear(x, w).clamp(min=v), []),
+    "smallest everywhere": (lambda x, w, v: linear_norm(x, w).amin(1, keepdim=True), [f"{LINEAR} -> {AFFINE}"]),
+    "index of the smallest": (lambda x, w, v: linear_norm(x, w).min(1, keepdim=True)[1], [f"{LINEAR} -> {AFFINE}"]),
+    "float64": (lambda x, w, v: linear_norm(x.double(), w.double()), []),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left(name):
+    function, expected = LEFT[name]
+    check(function, [draw(*ROWS), draw(*WEIGHT), draw(32)], expected)
+
+
+def test_along_the_width():
+    """A vector of as many elements as an image is wide lies along that, not along the channels."""
+    function = lambda x, w, v: F.group_norm(F.conv2d(x, w) + v, 4)  # noqa: E731
+    check(function, [draw(2, 8, 4, 8), draw(8, 8, 1, 1), draw(8)], [AFFINE])
+    torch._dynamo.reset()
+    check(function, [draw(2, 8, 8, 8), draw(8, 8, 1, 1), draw(8, 8)], [AFFINE])
+
+
+def test_torch_func():
+    """It does not know the chains."""
+    vmapped = torch.func.vmap(lambda x, w: F.relu(F.group_norm(F.linear(x, w), 4)), (0, None))
+    check(vmapped, [draw(2, 6, 16, grad=False), draw(*WEIGHT, grad=False)], [])
