@@ -2,7 +2,7 @@
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
-#   SEED         of make exhaustive's random compositions (default: the time)
+#   SEED         of make exhaustive's random compositions and programs (default: the time)
 #   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
 PYTHON ?= python3
@@ -33,13 +33,14 @@ run-tests: $(INSTALLED)
 		echo "No GPU: its tests were not run."; \
 	fi
 
-# Every pointwise function beside every other around each norm, in each dtype, and thousands of random compositions. What
-# failed is in the file, and fails again with its SEED.
+# Every pointwise function beside every other around each norm, in each dtype, and thousands of random compositions and
+# programs. What failed is in the file, and fails again with its SEED.
 exhaustive: SEED := $(or $(SEED),$(shell date +%s))
 exhaustive: $(INSTALLED)
 	@echo "SEED=$(SEED): build/exhaustive-$(SEED).xml"
 	TRITON_INTERPRET=1 $(PARALLEL) --hypothesis-profile=exhaustive --hypothesis-seed=$(SEED) \
-		--junitxml=build/exhaustive-$(SEED).xml tests/ops/test_family_steps.py $(PYTEST_ARGS)
+		--junitxml=build/exhaustive-$(SEED).xml tests/ops/test_family_steps.py tests/ops/test_random_models.py \
+		$(PYTEST_ARGS)
 
 # Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4. With
 # the environment's Triton, what run-tests leaves: further architectures.

@@ -36,6 +36,9 @@ _ALSO = {
 }
 #: What a function may be given besides, if it is this.
 _WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
+#: Products, and what makes a matrix the transposed one.
+_PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm")
+_TRANSPOSING = ("getattr", "numpy_T", "t", "transpose", "permute", "swapaxes", "swapdims")
 #: Operators that write to their first argument, and what keeps statistics in its arguments.
 _WRITING = {
     getattr(operator, name)
@@ -53,6 +56,7 @@ def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
     found |= {target: (kind, names) for kind, (target, names) in CONTRACTIONS.items()}
     found |= {target: (kind, names) for kind, (targets, names) in NORMS.items() for target in targets}
     found |= dict.fromkeys((torch.min, "min"), ("minimum", ("dim", "keepdim")))
+    found |= dict.fromkeys(_PRODUCTS, ("product", ("weight",)))
     for kind in pointwise.__all__:
         if kind.islower() and kind not in ("apply", "earlier"):
             names = (*inspect.signature(getattr(pointwise, kind)).parameters, "inplace")
@@ -77,7 +81,24 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
     others = [name for name in _WITHOUT_EFFECT if name in given and name not in names]
     ineffective = all(given.pop(name) == _WITHOUT_EFFECT[name] for name in others)
     known = len(node.args) <= 1 + len(names) and given.keys() <= {"input", *names}
-    return (kind, given) if ineffective and known and "input" in given else None
+    if not (ineffective and known and "input" in given):
+        return None
+    if kind == "product":  # with a transposed matrix it is a linear layer
+        matrix = _transposed(given.get("weight"))
+        return matrix and ("linear", {"input": given["input"], "weight": matrix})
+    return kind, given
+
+
+def _transposed(node: Any) -> Node | None:
+    """The matrix of which this node is the transposed one, or None."""
+    name = getattr(node, "target", "") if isinstance(node, Node) and node.args else ""
+    if (name if isinstance(name, str) else getattr(name, "__name__", "")) not in _TRANSPOSING:
+        return None
+    matrix, transposed = example(node.args[0]), example(node)
+    is_reversed = matrix.ndim == 2 and (*matrix.shape, *matrix.stride()) == (
+        *transposed.shape[::-1], *transposed.stride()[::-1]
+    )  # fmt: skip
+    return node.args[0] if is_reversed else None
 
 
 def writes(node: Node) -> bool:

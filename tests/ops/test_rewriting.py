@@ -199,6 +199,26 @@ def test_row_minimum(minimum, bias):
     check(function, [draw(*ROWS), draw(*WEIGHT), draw(*bias)], [f"{LINEAR} -> {AFFINE} -> row_minimum"])
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: x @ w.T,
+        lambda x, w: torch.matmul(x, w.t()),
+        lambda x, w: x.mm(w.mT),
+        lambda x, w: x.matmul(w.transpose(-1, 0)),
+        lambda x, w: torch.mm(x, w.permute(1, 0)),
+    ],
+)
+def test_products(product):
+    function = lambda x, w, v: F.relu(F.layer_norm(product(x, w) + v, (32,)))  # noqa: E731
+    check(function, [draw(*ROWS), draw(*WEIGHT), draw(32)], [f"{LINEAR} -> add -> {AFFINE} -> relu"])
+
+
+def test_products_of_other_matrices():
+    function = lambda x, w: (F.relu(x @ w), F.relu(x @ w.reshape(16, 32)), F.relu(w @ w.T[:, :3]))  # noqa: E731
+    check(function, [draw(*ROWS), draw(16, 32)], [])
+
+
 class Block(nn.Module):
     """Of a diffusion model."""
 
