@@ -140,7 +140,7 @@ class _Growth:
         old, new = example(value), example(node)
         if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
             return None
-        if writes(node) and not self._may_be_overwritten(node):
+        if writes(node) and not (given["input"] is value and self._may_be_overwritten(node)):
             return None
         places = {**self.places, node: len(self.steps)}
         if kind in NORMS:
@@ -172,8 +172,10 @@ class _Growth:
             numbers = {name: number(each) for name, each in given.items() if name not in text}
             return (function(**numbers, **text),) if first is value else ()
         other = given["other"]
-        if (first is value) == (other is value):
-            return ()  # both of them, or neither
+        if first is other:
+            return (pointwise.mul(2.0),) if kind == "add" else ()
+        if value not in (first, other):
+            return ()
         if first is value:
             return (self._with_operand(function, other, value),)
         if kind in ("add", "mul"):

@@ -75,6 +75,14 @@ def test_mode_and_options(handed, given, expected, context):
     assert handed.options == [expected]
 
 
+def test_log(handed, caplog):
+    with caplog.at_level("INFO", "ops.backend"):
+        torch.compile(model(), backend="normfuse")(torch.randn(4, 16))
+    texts = [record.getMessage() for record in caplog.records if record.name == "ops.backend"]
+    assert [text.split(" ")[0] for text in texts] == ["1", "linear"]
+    assert texts[1].startswith("linear -> add -> group_norm -> mul -> add -> silu, in the place of ")
+
+
 def test_unknown_option():
     with pytest.raises(Exception, match="no_such_option"):
         torch.compile(model(), backend="normfuse", options={"no_such_option": 1})(torch.randn(4, 16))

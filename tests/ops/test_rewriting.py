@@ -164,6 +164,7 @@ STEPS = {
     "scalars": (lambda y, a, b: y.mul(a) / b, [(), (1, 1)], "mul scalar -> div scalar"),
     "augmented": (augmented, [(32,)], "mul numbers -> add"),
     "no effect": (lambda y: torch.add(y, 1, alpha=1).div(2, rounding_mode=None), [], "add numbers -> div numbers"),
+    "twice": (lambda y: y + y, [], "mul numbers"),
     "earlier": (lambda y: F.gelu(y) + y, [], "gelu -> add earlier 1"),
 }
 
@@ -326,6 +327,13 @@ def written_and_read(x, w, v):
     return F.group_norm(y, 4) + z
 
 
+def added_to_another(x, w, v):
+    y = linear_norm(x, w)
+    z = y
+    z += F.linear(x, w)
+    return y * v
+
+
 def view_is_written(x, w, v):
     z = linear_norm(x, w)
     part = z[:2]
@@ -349,6 +357,7 @@ LEFT = {
     "bias is written": (bias_written_between, []),
     "element is set": (set_between, [f"{LINEAR} -> {AFFINE}"]),
     "value is written and read": (written_and_read, [f"{AFFINE} -> add tensor"]),
+    "another is written": (added_to_another, [f"{LINEAR} -> {AFFINE}"]),
     "view is written": (view_is_written, [f"{LINEAR} -> {AFFINE}"]),
     "input is written": (input_is_written, [AFFINE]),
     "out": (output_is_written, []),
