@@ -21,8 +21,8 @@ def normfuse(
 ) -> Callable:
     """Compile a graph as Inductor does, after a call has taken the place of each chain.
 
-    ``torch.compile`` finds it by its name. ``mode`` and ``options`` are Inductor's. The logger ``ops.backend`` tells, at
-    level INFO, which chains it found in each graph.
+    ``torch.compile`` finds it by its name. ``mode`` and ``options`` are Inductor's. The logger ``ops.backend`` tells,
+    at level INFO, which chains it found in each graph.
 
     Args:
         module: A graph of Dynamo's.
