@@ -39,15 +39,15 @@ _WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
 #: Products, and what makes a matrix the transposed one.
 _PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm")
 _TRANSPOSING = ("getattr", "numpy_T", "t", "transpose", "permute", "swapaxes", "swapdims")
-#: Operators that write to their first argument, and what keeps statistics in its arguments.
-_WRITING = {
+#: Whose functions write to no tensor, but for those in place and those that keep statistics in their arguments.
+_PURE = ("_operator", "builtins", "math", "torch", "torch._C._nn", "torch.nn.functional")
+_KEEPING = ("batch_norm", "instance_norm", "embedding", "moving_avg")
+_IN_PLACE = {
     getattr(operator, name)
     for name in ("setitem", "delitem", *(f"i{each}" for each in (
         "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"
     )))
-} | {F.batch_norm, F.instance_norm}  # fmt: skip
-#: Change how what follows is computed.
-_SETTINGS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+}  # fmt: skip
 
 
 def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
@@ -59,7 +59,8 @@ def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
     found |= dict.fromkeys(_PRODUCTS, ("product", ("weight",)))
     for kind in pointwise.__all__:
         if kind.islower() and kind not in ("apply", "earlier"):
-            names = (*inspect.signature(getattr(pointwise, kind)).parameters, "inplace")
+            names = tuple(inspect.signature(getattr(pointwise, kind)).parameters)
+            names += () if names == ("other",) else ("inplace",)
             spelled = [kind, f"{kind}_"]
             targets = [each for each in spelled if hasattr(torch.Tensor, each)]
             targets += [getattr(module, each) for module in (torch, F) for each in spelled if hasattr(module, each)]
@@ -102,7 +103,7 @@ def _transposed(node: Any) -> Node | None:
 
 
 def writes(node: Node) -> bool:
-    """Whether it writes to a tensor, or may."""
+    """Whether it may write to a tensor, or change how what follows is computed: all that is not known to do neither."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target: Any = node.target
@@ -113,24 +114,26 @@ def writes(node: Node) -> bool:
     with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature, a method's name neither
         given = inspect.signature(target).bind_partial(*node.args, **node.kwargs).arguments
     return (
-        target in _WRITING
+        not (isinstance(target, str) or getattr(target, "__module__", "") in _PURE)
+        or target in _IN_PLACE
         or (name.endswith("_") and not name.endswith("__"))
+        or name.startswith(("__i", "__set", "__del"))
+        or any(each in name for each in _KEEPING)
         or bool(given.get("inplace"))
         or given.get("out") is not None
     )
 
 
 def example(value: Any) -> Any:
-    """The fake tensor, or the number, that stands for a node's value; what is no node is its own."""
+    """The fake tensor, or number, that stands for a node's value; what is no node is its own."""
     return value.meta.get("example_value") if isinstance(value, Node) else value
 
 
 def number(value: Any) -> float:
-    """The number, which a graph for others may compute: it is then for this one alone. Raises TypeError for others."""
-    found = example(value)
-    if isinstance(found, bool) or not isinstance(found, (int, float, torch.SymInt, torch.SymFloat)):
+    """The number. Raises TypeError for all else, such as what a graph computes: it may be another at each call."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{value} is no number")
-    return float(found)
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Surroundings:
     """What a graph's nodes do to one another beside their values.
 
     Attributes:
-        barriers: The nodes over which none is moved: they write, or change how what follows is computed.
+        barriers: The nodes over which none is moved.
         autocasts: By node the arguments of the autocast regions within the graph that it is in.
     """
 
@@ -158,7 +161,7 @@ class Surroundings:
             elif name == "_exit_autocast":
                 regions.pop(node.args[0], None)
             autocasts[node] = tuple(regions.values())
-            if name in _SETTINGS or writes(node):
+            if writes(node):
                 barriers.add(node)
         return cls(frozenset(barriers), autocasts)
 

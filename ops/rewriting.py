@@ -7,7 +7,7 @@ shape or dtype is another, a shorter chain is taken, or none.
 """
 
 import contextlib
-import math
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,8 @@ from ops import checks, convolution, family, functions, pointwise
 from ops.chain import Chain
 from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, number, writes
 from ops.pointwise import Step
+
+_log = logging.getLogger(__name__)
 
 _FAMILIES = {(each.contraction, each.norm): each for each in family.FAMILIES}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -124,7 +126,8 @@ class _Growth:
             kind, given = (node is not None and bound(node)) or ("", {})
             try:
                 grown = kind and found[-1]._with(node, kind, given)
-            except (KeyError, TypeError, ValueError):
+            except Exception:  # of its arguments, or of sizes that no graph knows
+                _log.debug("%s ends a chain", node, exc_info=True)
                 break
             if not grown:
                 break
@@ -244,19 +247,26 @@ class _Writer:
 
     def __init__(self, graph: Graph, last: Node):
         self.graph, self.last, self.place = graph, last, last.next
-        self.mode = example(last).fake_mode
         self.added: list[Node] = []
 
     def call(self, function: Any, *arguments: Any, **options: Any) -> Node:
         """A node that calls the function."""
         fakes, fake_options = map_arg((arguments, options), example)
-        with self.mode, torch.no_grad():
+        with example(self.last).fake_mode, torch.no_grad():
             value = function(*fakes, **fake_options)
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(function, arguments, options)
         node.meta = {**self.last.meta, "example_value": value}
         self.added.append(node)
         return node
+
+    def in_rows(self, node: Node, dimensions: int) -> Node:
+        """A matrix of a tensor's elements. So many of its last dimensions become one."""
+        if dimensions > 1:
+            node = self.call(torch.ops.aten.flatten.using_ints, node, -dimensions, -1)
+        if example(node).ndim > 2:
+            return self.call(torch.ops.aten.flatten.using_ints, node, 0, -2)
+        return node if example(node).ndim == 2 else self.call(torch.ops.aten.unsqueeze.default, node, 0)
 
     def undo(self) -> None:
         """Leave the graph as it was."""
@@ -273,9 +283,11 @@ def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
                 regions.enter_context(torch.autocast(*each))
             text, result = _call(writer, growth)
             result = _with_strides_of(writer, result, example(last))
-    except (AttributeError, TypeError, ValueError):
+    except Exception:  # whatever the fake run refuses is left: compilation goes on as without this project
+        _log.debug("a chain that ends at %s is left", last, exc_info=True)
         writer.undo()
         return ""
+    result.meta["example_value"] = example(last)
     last.replace_all_uses_with(result)
     for node in reversed(growth.nodes):
         graph.erase_node(node)
@@ -287,13 +299,13 @@ def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
     kind, norm = growth.norm or ("", {})
     given, input = growth.given, growth.given["input"]
     of_norm: tuple = (norm.get("weight"), norm.get("bias")) if kind else ()
-    num_groups = int(number(norm["num_groups"])) if kind == "group_norm" else 1
+    num_groups = int(example(norm["num_groups"])) if kind == "group_norm" else 1
     before, after = (growth.before, growth.steps) if kind else ((), growth.steps)
     values = example(growth.nodes[0] if growth.contraction else input)
     dimensions = 1
     if kind == "layer_norm":
-        sizes = norm["normalized_shape"]
-        dimensions = len(sizes) if isinstance(sizes, (tuple, list, torch.Size)) else 1
+        sizes = example(norm["normalized_shape"])
+        dimensions = len(sizes) if isinstance(sizes, (tuple, list)) else 1
         if growth.contraction and (growth.contraction != "linear" or dimensions > 1):
             raise ValueError("the norm is over more than the channels")
     elif kind and growth.contraction == "linear" and values.ndim != 2:
@@ -301,7 +313,6 @@ def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
     is_last = growth.contraction == "linear" or kind == "layer_norm"
     axes = range(values.ndim - dimensions, values.ndim) if is_last else range(1, 2)
     in_rows = kind == "layer_norm" and not growth.contraction
-    length = math.prod(int(values.shape[axis]) for axis in axes)
 
     def shaped(step: Step) -> Step:
         if not isinstance(step.operand, Node):
@@ -309,15 +320,20 @@ def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
         operand = step.operand
         what = _kind(example(operand).shape, values.shape, axes, is_last)
         if in_rows:
-            operand = writer.call(torch.ops.aten.reshape.default, operand, _IN_ROWS[what](length))
+            operand = (
+                writer.in_rows(operand, dimensions)
+                if what == "tensor"
+                else writer.call(torch.ops.aten.reshape.default, operand, [-1] if what == "vector" else [])
+            )
         return Step(step.pointwise, operand)
 
     before, after = tuple(map(shaped, before)), tuple(map(shaped, after))
     if in_rows:
-        input = writer.call(torch.ops.aten.reshape.default, input, [-1, length])
-        of_norm = tuple(each and writer.call(torch.ops.aten.reshape.default, each, [length]) for each in of_norm)
+        input = writer.in_rows(input, dimensions)
+        of_norm = tuple(each and writer.call(torch.ops.aten.flatten.using_ints, each, 0, -1) for each in of_norm)
     row = (input, given["weight"], given.get("bias")) if growth.contraction else (input, None)
-    eps = number(norm.get("eps", 1e-5)) if kind else 0.0
+    # With dynamic=True a norm's numbers are computed, too. The graph is then for these alone.
+    eps = float(example(norm.get("eps", 1e-5))) if kind else 0.0
     if growth.bias:
         chain: Chain = functions.L75
         numbers: tuple = ()
@@ -338,14 +354,6 @@ def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
 
 def _nodes(steps: tuple[Step, ...]) -> list[Node]:
     return [step.operand for step in steps if isinstance(step.operand, Node)]
-
-
-#: Shapes of operands where the values are rows of this length.
-_IN_ROWS: dict[str, Any] = {
-    "scalar": lambda length: [],
-    "vector": lambda length: [length],
-    "tensor": lambda length: [-1, length],
-}
 
 
 def _kind(shape: torch.Size, values: torch.Size, axes: range, is_last: bool) -> str:
