@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import ops
+from ops.backend import normfuse
 from tests import gpu
 from tests.accuracy import draw_grad_output, run
 from tests.chains import CHAINS, L19, LINEAR_CHAINS, NORMS, Problem, chain_id, tensors_of
@@ -190,11 +191,11 @@ def test_compiled_with_cuda_graphs(chain, fresh_compiler):
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_backend(mode, fresh_compiler):
-    """``backend="normfuse"``: Inductor compiles what is between the chains, and captures it all."""
+    """Inductor compiles what is between the chains, and captures it all."""
     torch.manual_seed(0)
     image = [nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.SiLU(), nn.AvgPool2d(4), nn.Flatten()]
     model = nn.Sequential(*image, nn.Linear(256, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 8)).to("cuda")
-    compiled = torch.compile(model, backend="normfuse", fullgraph=True, mode=mode)
+    compiled = torch.compile(model, backend=normfuse, fullgraph=True, mode=mode)
     for seed in range(4):
         torch.manual_seed(seed)
         input = torch.randn(16, 32, 8, 8, device="cuda", requires_grad=True)
