@@ -18,7 +18,7 @@ _INTEGERS: tuple[Any, ...] = (int, torch.SymInt)
 _AS_THEY_ARE = (int, float, bool, str, type(None))
 #: The types of almost every tensor that is an argument, and of one that is missing. All others are subclasses.
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (*precision.KERNEL_DTYPES, torch.float64)
 
 
 def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor | None]) -> None:

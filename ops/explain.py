@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
-from ops import operators, plain
+from ops import operators, plain, precision
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
@@ -107,7 +107,7 @@ class _Watch(TorchDispatchMode):
     def note(self, chain: Chain, input: torch.Tensor) -> None:
         """A chain that runs as plain PyTorch, forward and backward."""
         reason = "there are no channels" if input.device.type == "cuda" else "kernels run on GPUs"
-        if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if input.dtype not in precision.KERNEL_DTYPES:
             reason = f"kernels take float32, bfloat16 and float16, not {str(input.dtype).removeprefix('torch.')}"
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
 

@@ -21,11 +21,10 @@ NORMS = {
     "group_norm": ((F.group_norm, torch.group_norm), ("num_groups", "weight", "bias", "eps", "cudnn_enabled")),
     "layer_norm": ((F.layer_norm, torch.layer_norm), ("normalized_shape", "weight", "bias", "eps", "cudnn_enabled")),
 }
+#: Return their input where they are off.
+_DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout
 #: May return their input, or a view that is no other.
-_SAME = (
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    torch.flatten, "flatten", torch.reshape, "reshape", "view", "contiguous",
-)  # fmt: skip
+_SAME = torch.flatten, "flatten", torch.reshape, "reshape", "view", "contiguous"
 #: Arithmetic as operators, and other names of functions.
 _ALSO = {
     "add": (operator.add, operator.iadd),
@@ -52,7 +51,8 @@ _IN_PLACE = {
 
 def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
     """By function, or method's name: what it is called here, and what it takes after its input."""
-    found: dict[Any, tuple[str, tuple[str, ...]]] = dict.fromkeys(_SAME, ("same", ("p", "training", "inplace")))
+    found: dict[Any, tuple[str, tuple[str, ...]]] = dict.fromkeys(_SAME, ("same", ()))
+    found |= dict.fromkeys(_DROPOUTS, ("dropout", ("p", "training", "inplace")))
     found |= {target: (kind, names) for kind, (target, names) in CONTRACTIONS.items()}
     found |= {target: (kind, names) for kind, (targets, names) in NORMS.items() for target in targets}
     found |= dict.fromkeys((torch.min, "min"), ("minimum", ("dim", "keepdim")))
@@ -84,6 +84,9 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
     known = len(node.args) <= 1 + len(names) and given.keys() <= {"input", *names}
     if not (ineffective and known and "input" in given):
         return None
+    given.pop("inplace", None)  # as ``writes`` tells
+    if kind == "dropout":
+        return ("same", given) if given.get("training", True) is False else None
     if kind == "product":  # with a transposed matrix it is a linear layer
         matrix = _transposed(given.get("weight"))
         return matrix and ("linear", {"input": given["input"], "weight": matrix})

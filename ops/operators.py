@@ -105,7 +105,7 @@ def _run_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], 
         return backward_plan(text, wanted, gradient, kept, tensors).run([gradient, *tensors, *kept])
 
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in precision.KERNEL_DTYPES}
 #: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted. Where the shape is None, it is
 #: that of the result's gradient, or follows from other tensors.
 Spec = tuple[tuple[int, ...] | None, torch.dtype] | None

@@ -9,6 +9,8 @@ import autotune_configs
 from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_kernels
 
+#: What the kernels take.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 #: At TF32's precision, splitting the operands pays from this many rows and columns and this many multiplications on.
@@ -20,7 +22,7 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
     """Whether the kernels take this tensor: float32, bfloat16 or float16, on a GPU. In Triton's interpreter also on
     the CPU."""
     on_device = tensor.device.type == "cuda" or (INTERPRETED and tensor.device.type == "cpu")
-    return on_device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return on_device and tensor.dtype in KERNEL_DTYPES
 
 
 def float32_parts() -> int:

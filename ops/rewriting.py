@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ops import checks, convolution, family, functions, pointwise
+from ops import checks, convolution, family, functions, pointwise, precision
 from ops.chain import Chain
 from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, number, writes
 from ops.pointwise import Step
@@ -24,7 +24,6 @@ from ops.pointwise import Step
 _log = logging.getLogger(__name__)
 
 _FAMILIES = {(each.contraction, each.norm): each for each in family.FAMILIES}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: How many steps before its norm a chain without a contraction may begin.
 _FARTHEST = 16
 
@@ -62,7 +61,7 @@ def _rewrite_graph(graph: Graph) -> Iterator[Rewritten]:
     for kinds in CONTRACTIONS, NORMS:
         for node in list(graph.nodes):
             kind, given = (node not in taken and bound(node)) or ("", {})
-            if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in _DTYPES:
+            if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES:
                 continue
             starts = [_Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else _before(node, given)
             ends = (end for start in starts for end in start.ends() if end.is_whole and surroundings.allow(end.nodes))
@@ -151,7 +150,7 @@ class _Growth:
                 return None
             return replace(self, nodes=nodes, before=self.steps, steps=(), norm=(kind, given), places={node: 0})
         if kind == "same":
-            is_same = given["input"] is value and new.stride() == old.stride() and not _drops(node)
+            is_same = given["input"] is value and new.stride() == old.stride()
             return replace(self, nodes=nodes, places=places) if is_same else None
         added = self._steps(kind, given, value)
         places[node] = len(self.steps) + len(added)
@@ -166,7 +165,6 @@ class _Growth:
     def _steps(self, kind: str, given: dict[str, Any], value: Node) -> tuple[Step, ...]:
         """What the function does to the value, or nothing."""
         function = getattr(pointwise, kind, None)
-        given = {name: each for name, each in given.items() if name != "inplace"}
         first = given.pop("input")
         if function is None:
             return ()
@@ -177,8 +175,6 @@ class _Growth:
         other = given["other"]
         if first is other:
             return (pointwise.mul(2.0),) if kind == "add" else ()
-        if value not in (first, other):
-            return ()
         if first is value:
             return (self._with_operand(function, other, value),)
         if kind in ("add", "mul"):
@@ -216,12 +212,6 @@ class _Growth:
         shape: tuple[int, ...] = getattr(example(bias), "shape", ())
         fits = kind == "add" and not writes(node) and checks.is_channel_axis(shape)
         return replace(self, nodes=(*self.nodes, node), bias=(bias,)) if fits else None
-
-
-def _drops(node: Node) -> bool:
-    """Whether it is a dropout that is on."""
-    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
-    return "dropout" in str(node.target) and given.get("training", True) is not False
 
 
 def _before(norm: Node, given: dict[str, Any]) -> Iterator[_Growth]:
@@ -390,8 +380,7 @@ def _with_strides_of(writer: _Writer, result: Node, expected: torch.Tensor) -> N
         raise ValueError(f"the result is {value}, not {expected}")
     if value.stride() == expected.stride():
         return result
-    for each in (torch.contiguous_format, torch.channels_last):
-        if each is torch.contiguous_format or expected.ndim == 4:
-            if expected.is_contiguous(memory_format=each):
-                return writer.call(torch.ops.aten.contiguous.default, result, memory_format=each)
-    raise ValueError(f"the result lies as {value.stride()}, not {expected.stride()}")
+    format = convolution.memory_format(expected) if expected.ndim == 4 else torch.contiguous_format
+    if not expected.is_contiguous(memory_format=format):
+        raise ValueError(f"the result lies as {value.stride()}, not {expected.stride()}")
+    return writer.call(torch.ops.aten.contiguous.default, result, memory_format=format)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-pytest.register_assert_rewrite("tests.accuracy", "tests.bench.refusals")
+pytest.register_assert_rewrite("tests.accuracy", "tests.bench.refusals", "tests.ops.graphs")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -123,6 +123,14 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture
+def fresh_compiler():
+    """What other tests have compiled is forgotten, and what this one compiles."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -22,16 +22,10 @@ from tests.chains import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 PROBLEM = Problem(rows=5, depth=16, groups=4, group_size=8)
 
 by_chain = pytest.mark.parametrize("chain", CHAINS, ids=chain_id)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def same_bits(first, second):

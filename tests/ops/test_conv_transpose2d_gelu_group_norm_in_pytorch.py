@@ -56,13 +56,6 @@ def test_autocast_leaves_float64():
         assert torch.equal(L19.function(**arguments), L19.plain(**arguments))
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 # Each geometry, in one format or both: a compilation takes seconds.
 @pytest.mark.parametrize(
     "geometry, format",
