@@ -280,6 +280,15 @@ def test_split_products(parts, chain, orders, group_size):
         assert kernel.spilled_bytes <= allowed[kernel.name] + more_spills(90), kernel.name
 
 
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_split_products_with_operands(parts, name):
+    """A chain's tensors have room beside the widest tiles, also of what is left."""
+    chain, _ = CHAINS[name]
+    kernels = compile_launches(lambda: split_product_launches(parts, chain, ("depth", "depth"), 64), 90)
+    assert [kernel.name for kernel in kernels if kernel.fits] == ["linear_split_kernel", "linear_rest_kernel"]
+
+
 @by_architecture
 @pytest.mark.parametrize("parts", [1, 2])
 def test_splits(parts, arch):

@@ -124,6 +124,37 @@ def test_the_smallest_elements_that_are_held(parts, fits, most_lost):
         assert result.scale.isnan().tolist() == [False, False, bool(is_rest)]
 
 
+@pytest.mark.parametrize("depth", [256, 512, 2**15])  # the longest is read in blocks
+@pytest.mark.parametrize("order", ["depth", "rows"])
+@by_parts
+def test_an_element_near_zero_by_chance(parts, order, depth):
+    """Of 256 elements that are not zero one may lose too much. What it loses is little beside the row's largest."""
+    tiny, parts_bits = 1.7 * 2.0**-36, {1: 39, 2: 50}[parts]
+    operand = torch.ones(3, depth) if order == "depth" else torch.ones(depth, 3).T
+    operand[0, : depth // 256] = tiny
+    operand[1, : depth // 256 + 1] = tiny
+    operand[2, 256:] = 0.0
+    operand[2, 5] = tiny
+    result, rest = split_of(operand, parts)
+    assert rest == 1
+    assert result.scale.isnan().tolist() == [False, True, False]
+    operand[1] = 1.0
+    result, rest = split_of(operand, parts)
+    assert rest == 0
+    assert ((whole(result) - operand.double()).abs() <= 2.0**-parts_bits).all()
+    operand[2, 9] = 0.0
+    assert split_of(operand, parts)[1] == 1
+
+
+@pytest.mark.parametrize("large", [2.0**70, math.inf, 2.0**-70])
+def test_no_element_is_lost_where_the_scale_is_limited(large):
+    operand = torch.full((2, 512), min(large, 2.0**20))
+    operand[1, 7] = large if large > 1 else large * 2.0**-40
+    result, rest = split_of(operand, 2)
+    assert rest == 1
+    assert result.scale.isnan().tolist() == [False, True]
+
+
 def test_rows_too_small_to_be_scaled_up():
     """Subnormal numbers are what float16 cannot reach from 2**-60."""
     operand = torch.full((2, 16), 2.0**-62)
