@@ -220,10 +220,9 @@ def coarse_gelu_gradient(gradient, value, operand):
 def times_logistic(value, factor):
     """value / (1 + 2**(value * factor)). This is GELU where the power is the odds against ``normal_cdf``.
 
-    It is accurate in GELU's tail too. The maximum is there for the reason given in ``gelu``.
+    It is accurate in GELU's tail too. (With a maximum as in ``gelu``, the convolution's epilogue took 1.4% longer.)
     """
-    quotient = value * reciprocal(1.0 + power_of_two(value * factor))
-    return tl.maximum(quotient, -1.0, propagate_nan=tl.PropagateNan.ALL)
+    return rounded_product(value, reciprocal(1.0 + power_of_two(value * factor)))
 
 
 @triton.jit
