@@ -132,23 +132,28 @@ _MOST_CHUNKS = 132
 
 #: Programs that occupy a GPU well enough for each to loop over more tiles.
 _ENOUGH_PROGRAMS = 160
+#: Pixels of the longest contiguous images whose backward pass has strips of four tiles.
+_LONGEST_IN_SHORT_STRIPS = 2**20
 
 
 def heuristic_image_config(kernel: str, samples: int, channels: int, pixels: int, layout: str) -> ImageNormConfig:
     """Tiles of 1024 to 4096 values, in strips while there are enough of these.
 
     The best of some forty settings at each of (2, 320, 64 x 64), (8, 640, 32 x 32), (1, 128, 512 x 512) and
-    (8, 256, 128 x 128), in bfloat16 on an H200.
+    (8, 256, 128 x 128), in bfloat16 on an H200; of the backward pass also in float32.
     """
+    is_backward = kernel == "image_group_norm_backward"
     usual = ImageNormConfig.of_shape(channels, pixels, layout == CONTIGUOUS)
     if kernel == "image_statistics" and pixels < 16:  # it keeps three values for each of a tile's
         return replace(usual, block_c=max(1, usual.block_c // 2))
-    if kernel == "image_group_norm_backward" or pixels < 16:
+    if pixels < 16:
         return usual
     if layout not in (CONTIGUOUS, CHANNELS_LAST):  # a tile is transposed
         return replace(usual, strip=1)
-    most = 16 if kernel == "image_statistics" else 4
-    if layout == CHANNELS_LAST:
+    most, enough_programs = 4 if kernel == "image_group_norm" else 16, _ENOUGH_PROGRAMS
+    if is_backward and layout == CHANNELS_LAST:
+        config, enough_programs = usual, 2 * _ENOUGH_PROGRAMS
+    elif layout == CHANNELS_LAST:
         block_c = min(64, next_power_of_2(channels))
         block_s = min(2048 // block_c, next_power_of_2(pixels))
         config = ImageNormConfig(block_c, block_s, num_warps=2 if kernel == "image_statistics" else 4)
@@ -157,6 +162,8 @@ def heuristic_image_config(kernel: str, samples: int, channels: int, pixels: int
     else:
         block_s = min(1024, next_power_of_2(pixels))
         config = ImageNormConfig(min(1024 // block_s, next_power_of_2(channels)), block_s, num_warps=2)
+        if is_backward:  # shorter strips are more sums to add up
+            return replace(config, num_warps=4, strip=4 if pixels <= _LONGEST_IN_SHORT_STRIPS else most)
     programs = samples * blocks_of(channels, config.block_c) * config.tiles(pixels)
-    strip = min(most, 1 << max(0, (programs // _ENOUGH_PROGRAMS).bit_length() - 1))
+    strip = min(most, 1 << max(0, (programs // enough_programs).bit_length() - 1))
     return replace(config, strip=strip)
