@@ -272,12 +272,13 @@ def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
             for each in autocasts:
                 regions.enter_context(torch.autocast(*each))
             text, result = _call(writer, growth)
-            result = _with_strides_of(writer, result, example(last))
+            result = _with_strides_of(writer, result, last)
     except Exception:  # whatever the fake run refuses is left: compilation goes on as without this project
         _log.debug("a chain that ends at %s is left", last, exc_info=True)
         writer.undo()
         return ""
-    result.meta["example_value"] = example(last)
+    if example(result).stride() == example(last).stride():
+        result.meta["example_value"] = example(last)
     last.replace_all_uses_with(result)
     for node in reversed(growth.nodes):
         graph.erase_node(node)
@@ -373,14 +374,32 @@ def _geometry(growth: _Growth) -> tuple:
     return tuple(sizes.values())
 
 
-def _with_strides_of(writer: _Writer, result: Node, expected: torch.Tensor) -> Node:
-    """The result as it lies in PyTorch. Raises ValueError where it has another shape or dtype."""
-    value = example(result)
+def _with_strides_of(writer: _Writer, result: Node, last: Node) -> Node:
+    """The result as it lies in PyTorch, where that is seen. Raises ValueError where it has another shape or dtype."""
+    value, expected = example(result), example(last)
     if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
         raise ValueError(f"the result is {value}, not {expected}")
-    if value.stride() == expected.stride():
+    if value.stride() == expected.stride() or not any(_sees_strides(user, last, value) for user in last.users):
         return result
     format = convolution.memory_format(expected) if expected.ndim == 4 else torch.contiguous_format
     if not expected.is_contiguous(memory_format=format):
         raise ValueError(f"the result lies as {value.stride()}, not {expected.stride()}")
     return writer.call(torch.ops.aten.contiguous.default, result, memory_format=format)
+
+
+def _sees_strides(user: Node, last: Node, value: torch.Tensor) -> bool:
+    """Whether what the user makes of the value may lie otherwise than what it makes of the last node's.
+
+    A convolution's result, for one, lies as its weight does. (On a GPU, up to PyTorch 2.13, the group norm of
+    channels_last images is contiguous, and the next layer's input.)
+    """
+    if user.op != "call_function" or writes(user):
+        return True
+    arguments, options = map_arg((user.args, user.kwargs), lambda node: value if node is last else example(node))
+    try:
+        with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            made = user.target(*arguments, **options)
+        return made is value or made._is_view() or made.stride() != example(user).stride()
+    except Exception:  # it makes no tensor, or sizes decide that no graph knows
+        _log.debug("the strides of what %s is given are kept", user, exc_info=True)
+        return True

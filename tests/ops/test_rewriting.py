@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ops.rewriting import rewrite
 from tests.ops.graphs import AFFINE, CONV, IMAGES, LINEAR, ROWS, WEIGHT, check, compiled, draw
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -194,6 +195,37 @@ def test_channels_last():
     fused, found = compiled(block)
     torch.testing.assert_close(fused(images, draw(2, 16)), block(images, draw(2, 16)), check_stride=True)
     assert found == BLOCK
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "then, copies",
+    [
+        (F.conv2d, 0),
+        (lambda y, w: F.relu(F.conv2d(y, w)) + F.conv2d(y, w), 0),
+        (lambda y, w: (F.conv2d(y, w), y), 1),
+        (lambda y, w: (F.conv2d(y, w), F.relu(y)), 1),
+        (lambda y, w: (F.conv2d(y, w), y.flatten(1)), 1),
+    ],
+)
+def test_strides_that_are_seen(then, copies):
+    """A GPU's group norm of channels_last images is contiguous up to PyTorch 2.13, as is what follows. A convolution's
+    result lies as its weight does, so before that nothing is copied."""
+
+    def backend(module, inputs):
+        for node in module.graph.nodes:
+            if getattr(node.target, "__name__", "") in ("group_norm", "silu", "relu"):
+                node.meta["example_value"] = node.meta["example_value"].contiguous()
+        (found,) = rewrite(module)
+        assert found.chain == f"{AFFINE} -> silu"
+        assert [node.target for node in module.graph.nodes].count(torch.ops.aten.contiguous.default) == copies
+        return module
+
+    images, weight = (draw(*IMAGES, grad=False).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    weight = weight[:, :, :3, :3].contiguous(memory_format=torch.channels_last)
+    function = lambda x, w: then(F.silu(F.group_norm(x, 4)), w)  # noqa: E731
+    results = torch.compile(function, backend=backend, fullgraph=True)(images, weight)
+    torch.testing.assert_close(results, function(images, weight))
 
 
 def test_checkpoint():
