@@ -208,7 +208,9 @@ def _draw_errors(picture: Picture, theme: Theme):
 
 
 def _growth(results: DeviceResults, mode: str) -> Picture | None:
-    found = [(row, closest[1]) for row in results.grid if row.mode == mode and (closest := row.closest())]
+    """Of the chains with a name: the tables have the family's."""
+    rows = [row for row in results.grid if row.mode == mode and not row.is_of_family]
+    found = [(row, closest[1]) for row in rows if (closest := row.closest())]
     values = tuple((row.setting, row.chain, *GRID[row.shape], round(ratio, 2)) for row, ratio in found)
     if not values:
         return None
