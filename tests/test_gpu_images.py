@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ops
-from autotune_configs import lookup
+from autotune_configs import kernels, lookup
 from ops import convolution, direct_convolution, precision
 from tests import gpu
 from tests.accuracy import check, check_inference, check_not_finite, draw_grad_output, run
@@ -172,10 +172,13 @@ def test_float32_images_that_are_not_finite(format, value):
 def test_more_pixels_than_int32_counts(format, monkeypatch):
     """The last images of a batch whose result has more than 2**31 elements are those of the same images alone.
 
-    Bit by bit, so with settings that do not depend on the batch, as a table's do, and with them the order of sums.
+    Bit by bit, so with settings that do not depend on the batch, as a table's do and the heuristic's strips, and with
+    them the order of sums.
     """
-    monkeypatch.setattr(lookup, "_entries", lambda gpu: {})
     batch, last, needed = 520, 3, 60 * 2**30
+    monkeypatch.setattr(lookup, "_entries", lambda gpu: {})
+    heuristic = kernels.heuristic_image_config
+    monkeypatch.setattr(kernels, "heuristic_image_config", lambda name, _, *sizes: heuristic(name, last, *sizes))
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed} bytes of free GPU memory, has {torch.cuda.mem_get_info()[0]}")
