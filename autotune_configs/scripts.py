@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 #: A file that only this project's package of that name has.
-_OWN_FILES = {"bench": "recording.py", "ops": "fuse_matching.py", "triton_kernels": "row_minimum.py"}
+_OWN_FILES = {"bench": "recording.py", "ops": "rewriting.py", "triton_kernels": "row_minimum.py"}
 
 
 def bench() -> int:

@@ -42,7 +42,7 @@ from ops.functions import (  # noqa: E402
     linear_group_norm_min,
     linear_hardtanh_mish_group_norm,
 )
-from ops.fuse import FusionEntry, FusionReport, fuse, unfuse  # noqa: E402
+from ops.fuse import FusedChain, FusionReport, fuse, unfuse  # noqa: E402
 from ops.modules import (  # noqa: E402
     ConvTranspose2dGeluGroupNorm,
     LinearGroupNormHardtanh,
@@ -58,7 +58,7 @@ __all__ = [
     "ExplainedCall",
     "ExplainedStep",
     "Explanation",
-    "FusionEntry",
+    "FusedChain",
     "FusionReport",
     "GroupNorm",
     "LayerNorm",

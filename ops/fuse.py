@@ -1,241 +1,218 @@
-"""Replace the four chains of an existing model by their fused operations, and undo it."""
+"""``fuse``: chains of the family in a model that runs without a compiler become calls of this project's.
 
-import dataclasses
+Dynamo captures the model's first call, and the rewriter of the backend (``ops.rewriting``) says which chains are in it.
+The smallest modules whose call holds a whole chain get a ``forward`` that Dynamo captures, and whose graph runs as it
+is, with a call in the place of each chain. All others stay as they were.
+"""
+
 import functools
 import inspect
-import keyword
-import re
+import itertools
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule, Node
 
-from ops import fuse_matching, submodules
-from ops.fuse_matching import Match
-from ops.fuse_tracing import NotTraceable, is_sequential, parameters_of, trace
+from ops.submodules import has_global_hook
 
 
 @dataclass(frozen=True)
-class FusionEntry:
-    """One chain that ``fuse`` met, or what might have been one.
+class FusedChain:
+    """A chain that runs fused.
 
     Attributes:
-        module: Path of the module whose forward it is in; ``""`` for the model itself.
-        chain: Name of the function of ``ops`` that computes it; ``""`` where it is none of the four chains.
-        steps: What the chain is made of: its submodules, by their paths from ``module``, and its functions.
-        reason: Why it was left as it is; ``""`` where it was replaced.
+        module: Path of the module whose call holds it; ``""`` for the model itself.
+        chain: The chain in words.
     """
 
     module: str
     chain: str
-    steps: tuple[str, ...]
-    reason: str = ""
 
     def __str__(self) -> str:
-        what = [self.module or "the model", *([", ".join(self.steps)] if self.steps else [])]
-        return ": ".join([*what, self.reason]) if self.reason else f"{': '.join(what)} -> {self.chain}"
+        return f"{self.module or 'the model'}: {self.chain}"
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What ``fuse`` replaced, what it left and why, and what ``unfuse`` restored. ``print`` shows it as a list.
+    """What runs fused in a model, as of when it is read. ``print`` shows it as a list."""
 
-    Attributes:
-        replaced: The chains that now run fused.
-        left: What was left as it is, each with its reason.
-        restored: The chains that ``unfuse`` restored.
-    """
+    model: nn.Module = field(repr=False)
 
-    replaced: tuple[FusionEntry, ...] = ()
-    left: tuple[FusionEntry, ...] = ()
-    restored: tuple[FusionEntry, ...] = ()
+    @property
+    def chains(self) -> tuple[FusedChain, ...]:
+        """Those of the calls so far: a chain is found when it is first called."""
+        found = ((path, each) for path, forward in _forwards(self.model) for each in forward.chains.elements())
+        return tuple(FusedChain(*each) for each in found)
 
     def __str__(self) -> str:
-        lines = [
-            line
-            for name, entries in vars(self).items()
-            if entries
-            for line in (f"{name} {len(entries)}:", *(f"  {entry}" for entry in entries))
-        ]
-        return "\n".join(lines) or "nothing to replace, leave or restore"
+        chains = self.chains
+        if not chains and not any(forward.has_run for _, forward in _forwards(self.model)):
+            return "chains are found in the model's first call"
+        count = f"{len(chains)} chain{'' if len(chains) == 1 else 's'}"
+        return "\n".join([count, *(f"  {each}" for each in chains)])
 
 
 def fuse(model: nn.Module) -> FusionReport:
-    """Replace, in place, the four chains in a model by their fused operations.
+    """Let the chains of the family in a model run fused, in place.
 
-    Each module's forward is traced by itself, so a chain must lie in one forward. That may be an ``nn.Sequential``, or
-    straight-line code: it uses its arguments and PyTorch's functions and, of ``self``, its tensors, its plain numbers
-    and its child modules, which it calls. Every other forward is left as it is.
+    Chains are found when the model, or a part of it, is first called, in training and in evaluation. The smallest
+    modules whose call holds a whole chain are captured by Dynamo, as ``torch.compile`` does it, and run without a
+    compiler: with other shapes, dtypes or modes, and after a change of what they read, they are captured again.
+    Parameters, state_dict, optimisers and hooks stay what they are.
 
-    Modules, parameters, state_dict, hooks and the classes' forwards stay as they are. A module with a chain gets a
-    ``forward`` attribute. At each call it checks that what was traced still holds: the class's forward, the classes of
-    the chain's layers, that these run PyTorch's own forward and no hook, and the order of a Sequential. Otherwise the
-    class's forward runs. A chain also runs as it was written under autocast, for tensor subclasses, and wherever
-    PyTorch would raise an error.
-
-    The result, its strides and the gradients are the plain model's up to rounding, with two exceptions. ``amin``
-    spreads the gradient over equal minima; the fused chain gives it to one of them, as ``min`` does. ``clamp`` passes
-    the gradient exactly at its bounds; the fused chain does not, as ``hardtanh``.
-
-    Calling it again starts anew: it removes what an earlier call made, and reports the model as it is now.
+    Results, their strides and gradients are the plain model's up to rounding.
 
     Args:
         model: The model to change.
 
     Returns:
-        What was replaced, and what was left and why.
+        A report that tells, whenever it is read, which chains were found.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: No forward of the model can be traced. The model is unchanged, as after any other error.
 
     Example::
 
-        model = nn.Sequential(nn.Linear(64, 128), nn.GroupNorm(8, 128), nn.Hardtanh())
-        print(ops.fuse(model))
+        model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU())
+        report = ops.fuse(model)
+        model(torch.randn(16, 64))
+        print(report)
     """
-    _require_module(model)
-    entries: list[FusionEntry] = []
-    refused: list[str] = []
-    forwards: dict[nn.Module, FusedForward] = {}
-    tried = {path: module for path, module in model.named_modules() if _has_forward_to_trace(module)}
-    for path, module in tried.items():
-        try:
-            graph = trace(module)
-        except NotTraceable as error:
-            refused.append(f"{path or 'the model'} ({type(module).__name__}): {error}")
-            entries += [FusionEntry(path, "", (), str(error))] if _may_norm(module) else []
-            continue
-        matches = list(fuse_matching.find(graph, module))
-        found = [
-            FusionEntry(path, each.chain, tuple(step.name for step in each.steps), each.refusal) for each in matches
-        ]
-        entries += found
-        chains = [match for match in matches if not match.refusal]
-        if chains:
-            forwards[module] = FusedForward(module, graph, chains, tuple(entry for entry in found if not entry.reason))
-    if tried and len(refused) == len(tried):
-        raise ValueError(f"model must have a forward that can be traced, got none: {'; '.join(refused[:3])}")
     unfuse(model)
-    for module, forward in forwards.items():
-        module.forward = forward
-    return FusionReport(*(tuple(each for each in entries if bool(each.reason) is is_left) for is_left in (False, True)))
+    for module in list(model.modules()):
+        if _may_hold(module):
+            module.forward = FusedForward(module)
+    return FusionReport(model)
 
 
-def unfuse(model: nn.Module) -> FusionReport:
+def unfuse(model: nn.Module) -> None:
     """Undo ``fuse``, in place: every module runs its class's forward again.
 
-    A model that was never fused stays as it is, and the report is empty.
+    A model that was never fused stays as it is.
 
     Args:
         model: The model to change.
 
-    Returns:
-        The chains that were restored.
-
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
     """
-    _require_module(model)
-    restored = []
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), FusedForward):
+            del module.forward
+
+
+def _forwards(model: nn.Module) -> Iterator[tuple[str, "FusedForward"]]:
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, FusedForward):
-            del module.forward
-            restored += [dataclasses.replace(entry, module=path) for entry in forward.entries]
-    return FusionReport(restored=tuple(restored))
+            yield path, forward
 
 
-def _require_module(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+def _may_hold(module: nn.Module) -> bool:
+    """Whether a chain may lie in its forward: none of PyTorch's layers and wrappers, and none of ours."""
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
+        return False
+    owner = (getattr(type(module).forward, "__module__", None) or "").partition(".")[0]
+    return isinstance(module, nn.Sequential) or owner not in ("torch", "ops")
 
 
-def _has_forward_to_trace(module: nn.Module) -> bool:
-    """Whether there is a forward to look at: no layer of PyTorch's, no wrapper, and none of ours."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    forward = type(module).forward
-    owner = (getattr(forward, "__module__", None) or "").split(".")[0]
-    return forward is nn.Sequential.forward or owner not in ("torch", "ops")
+_numbers = itertools.count()
 
 
-def _may_norm(module: nn.Module) -> bool:
-    """Whether a forward that is not traced seems to hold a group norm, and so is worth an entry."""
-    forward = None if isinstance(module, torch.jit.ScriptModule) else inspect.unwrap(type(module).forward)
-    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
-    # TorchScript's modules keep the name of their class.
-    return "group_norm" in names or any(
-        isinstance(child, nn.GroupNorm) or getattr(child, "original_name", "") == "GroupNorm"
-        for child in _called(module)
-    )
+def _call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    return type(module).forward(module, *arguments, **options)
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a forward may call itself: its children, and those of lists of them."""
-    for child in module.children():
-        yield child
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(child)
+def _captured(taker: Any) -> Callable:
+    """``_call`` behind Dynamo, which gives its graphs to ``taker.take``.
+
+    Its code is a copy with a name of its own: Dynamo counts what it captures of each code, and remembers by its name
+    which sizes changed. Dynamo keeps its backends for good: this one keeps nothing alive.
+    """
+    code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
+    copy = types.FunctionType(code, _call.__globals__)
+    return torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)))
+
+
+def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> GraphModule:
+    if alive := taker():
+        alive.take(graph)
+    return graph
 
 
 class FusedForward:
-    """The ``forward`` attribute of a module with chains. The class's own forward stays as it is.
+    """The ``forward`` attribute of a module in a model that ``fuse`` changed.
 
-    The trace assumed the class's forward, the names and order of an ``nn.Sequential``'s children, and that the chains'
-    modules are of PyTorch's classes and run their own forward without hooks. Where one of these no longer holds, the
-    class's forward runs. No other module is kept: the function made of the trace reads and calls what the forward does.
+    At first it finds out which modules hold the chains of a call. Afterwards it is left to those, which run fused, to
+    what is in them, which is captured with them, and to the modules that the user calls, which find out again in the
+    other mode.
+
+    Attributes:
+        module: The module that it belongs to.
+        chains: Those of its calls in words, each as often as it is in one graph.
+        has_run: The modes (``training``) in which chains were looked for.
+        is_fused: Whether it runs fused.
     """
 
-    def __init__(self, module: nn.Module, graph: torch.fx.Graph, chains: list[Match], entries: tuple[Any, ...]):
+    def __init__(self, module: nn.Module, is_fused: bool = False) -> None:
         self.module = module
-        self.entries = entries
-        self.original: Any = type(module).forward
-        self.parameters = parameters_of(self.original)
-        self.sequence = tuple(module._modules) if is_sequential(module) else None
-        called = [str(node.target) for match in chains for node in match.nodes if node.op == "call_module"]
-        self.called = {name: type(getattr(module, name)) for name in called}
-        self.code = _fingerprint(self.original)
-        # The chains as they were written, and the forward with a call in the place of each.
-        plain = [fuse_matching.written_out(match) for match in chains]
-        # From the last on, since a chain's input may be the result of the one before it.
-        for i, match in reversed(list(enumerate(chains))):
-            fuse_matching.put_call(graph, match, f"chain_{i}_as_written")
-        self.functions = [_code(each) for each in (*plain, graph)]
-        self._compile()
+        self.chains: Counter[str] = Counter()
+        self.has_run: set[bool] = set()
+        self.is_fused = is_fused
+        self._hooks: tuple = ()
+        self._function: Callable | None = None
 
-    def _compile(self) -> None:
-        *plain, function = [types.MethodType(_function(*each), self.module) for each in self.functions]
-        self._function = functools.partial(function, *plain)
-
-    def _holds(self) -> bool:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         module = self.module
-        return (
-            not submodules.has_global_hook()
-            and type(module).forward is self.original
-            and (self.sequence is None or tuple(module._modules) == self.sequence)
-            and not any(submodules.change(getattr(module, name, None), kind) for name, kind in self.called.items())
-        )
+        given = (*arguments, *options.values())
+        if torch.compiler.is_compiling() or has_global_hook() or any(map(_is_of_a_subclass, given)):
+            return type(module).forward(module, *arguments, **options)
+        if self.is_fused:
+            hooks = _hooks_of(module)
+            if self._function is None or hooks != self._hooks:  # of which Dynamo's guards know nothing
+                self._hooks, self._function, self.chains = hooks, _captured(self), Counter()
+            run: Callable = self._function
+        else:
+            run = _call if module.training in self.has_run else self._look
+        try:
+            return run(module, *arguments, **options)
+        except torch._dynamo.exc.TorchDynamoException:  # what a call raises by itself, PyTorch raises in its own words
+            return type(module).forward(module, *arguments, **options)
 
-    def __call__(self, *args, **kwargs):
-        named = [kwargs[name] for name in self.parameters[len(args) :] if name in kwargs]
-        fits = len(args) + len(named) == len(args) + len(kwargs) == len(self.parameters)
-        if fits and self._holds():
-            return self._function(*args, *named)
-        return type(self.module).forward(self.module, *args, **kwargs)
+    def take(self, graph: GraphModule) -> None:
+        """Rewrite what was captured of a fused call."""
+        from ops.rewriting import rewrite
+
+        self.chains |= Counter([each.chain for each in rewrite(graph)])
+
+    def _look(self, module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
+        search, training = _Search(module), module.training
+        result = _captured(search)(module, *arguments, **options)
+        self.has_run.add(training)
+        within = {each for holder in search.holders for each in holder.modules() if each is not holder}
+        for each in search.called - {module, *search.holders} - within:
+            forward = each.__dict__.get("forward")
+            if isinstance(forward, FusedForward) and not forward.is_fused:
+                del each.forward
+        for holder, chains in search.holders.items():
+            if holder in within:  # what it is within is captured, and with it this one's chains
+                continue
+            forward = holder.__dict__.get("forward") or FusedForward(holder)
+            forward.chains, forward.is_fused = forward.chains | chains, True
+            holder.forward = forward
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_function", "original")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # A trace of other code than the class has now holds for no forward.
-        present = type(self.module).forward
-        self.original = present if _fingerprint(present) == self.code else None
-        self._compile()
+        return {**self.__dict__, "_function": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -247,31 +224,54 @@ class FusedForward:
         return type(self.module).forward.__code__
 
 
-def _code(graph: torch.fx.Graph) -> tuple[str, dict[str, Any]]:
-    """The graph's code and the global names in it but those of modules, which cannot be pickled. The graph is changed.
+class _Search:
+    """Finds out, of the graphs of a module's call, which modules hold chains.
 
-    torch.fx writes the names of children into the code as they are, so all but plain ones are spelled in a way in which
-    any may stand there, be it ``in`` or ``it's``.
+    Attributes:
+        called: All that were called.
+        holders: The smallest ones that hold a whole chain, and their chains.
     """
-    for node in graph.nodes:
-        if node.op in ("call_module", "get_attr"):
-            node.target = ".".join(_spelled(name) for name in str(node.target).split("."))
-    code = graph.python_code("self")
-    return code.src, {name: each for name, each in code.globals.items() if not isinstance(each, types.ModuleType)}
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = {str(id(each)): each for each in module.modules()}
+        self.called: set[nn.Module] = {module}
+        self.holders: dict[nn.Module, Counter[str]] = {}
+
+    def take(self, graph: GraphModule) -> None:
+        """Rewrite a graph, and tell whose chains were in it."""
+        from ops.rewriting import rewrite
+
+        nodes = [node for each in graph.modules() if isinstance(each, GraphModule) for node in each.graph.nodes]
+        stacks = {node.name: self._stack(node) for node in nodes}
+        self.called.update(each for stack in stacks.values() for each in stack)
+        for chain in rewrite(graph):
+            common = [self._module]
+            for together in zip(*(stacks[name] for name in chain.nodes), strict=False):
+                if any(each is not together[0] for each in together):
+                    break
+                common.append(together[0])
+            # Not those that have a forward of the user's.
+            free = (FusedForward, type(None))
+            holder = next(each for each in reversed(common) if isinstance(each.__dict__.get("forward"), free))
+            self.holders.setdefault(holder, Counter())[chain.chain] += 1
+
+    def _stack(self, node: Node) -> list[nn.Module]:
+        """The modules in whose calls a node was captured, from the outside in."""
+        keys = [str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
+        return [self._modules[key] for key in keys if key in self._modules]
 
 
-def _spelled(name: str) -> str:
-    is_plain = re.fullmatch("[A-Za-z0-9_]+", name) and not keyword.iskeyword(name)
-    return name if is_plain else "".join(f"\\U{ord(character):08x}" for character in name)
+def _is_of_a_subclass(value: Any) -> bool:
+    """Whether it is a tensor of a class that may change what functions do to it. Dynamo loses some of their classes."""
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
 
 
-def _function(source: str, global_names: dict[str, Any]) -> types.FunctionType:
-    namespace = torch.fx.Graph().python_code("self").globals | global_names  # the modules are those of any graph
-    exec(compile(source, "<ops.fuse>", "exec"), namespace)
-    return namespace["forward"]
-
-
-def _fingerprint(function: Any) -> tuple[Any, ...]:
-    """What of a function's code a trace depends on, in a form that can be pickled."""
-    code = function.__code__
-    return code.co_code, code.co_names, code.co_varnames, repr(code.co_consts)
+def _hooks_of(module: nn.Module) -> tuple:
+    """What hooks there are on the modules in it, by their numbers."""
+    return tuple(
+        key
+        for each in module.modules()
+        for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks)
+        for key in hooks
+    )

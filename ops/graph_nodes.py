@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -132,10 +133,15 @@ def example(value: Any) -> Any:
     return value.meta.get("example_value") if isinstance(value, Node) else value
 
 
-def number(value: Any) -> float:
-    """The number. Raises TypeError for all else, such as what a graph computes: it may be another at each call."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value} is no number")
+def number(value: Any, beside: torch.Tensor) -> float:
+    """The number, for a function of such a tensor.
+
+    Raises TypeError for all else, such as what a graph computes: it may be another at each call. So it does for numbers
+    beyond the dtype's range, which PyTorch refuses.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or torch.finfo(beside.dtype).max < abs(value) < math.inf:
+        raise TypeError(f"{value} is no number for {beside.dtype}")
     return float(value)
 
 

@@ -170,7 +170,7 @@ class _Growth:
             return ()
         if "other" not in given:
             text = {name: each for name, each in given.items() if isinstance(each, str) or each is None}
-            numbers = {name: number(each) for name, each in given.items() if name not in text}
+            numbers = {name: number(each, example(value)) for name, each in given.items() if name not in text}
             return (function(**numbers, **text),) if first is value else ()
         other = given["other"]
         if first is other:
@@ -192,7 +192,7 @@ class _Growth:
             return function(pointwise.earlier(len(self.steps) - self.places[operand]))
         tensor = example(operand)
         if not isinstance(tensor, torch.Tensor):
-            return function(number(operand))
+            return function(number(operand, example(value)))
         values = example(value)
         if tensor.dtype != values.dtype or tensor.device != values.device:
             raise TypeError("PyTorch computes in another dtype")

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops.fuse import fuse
-from tests.ops import fused_models
 from tests.ops.fused_models import (
     GROUPS,
     IN,
@@ -30,14 +29,13 @@ from tests.ops.fused_models import (
     outcome,
 )
 
-calls = pytest.fixture(fused_models.calls)
-
 
 def assert_same_outcome(model, *arguments, **options):
-    """Of a copy that is fused, and beside a model that can be: one alone may be refused as a whole."""
+    """Of a copy that is fused, beside another model."""
     fused = copy.deepcopy(model)
     fuse(nn.ModuleList([fused, made(BenchmarkL30)]))
-    assert_alike(*(outcome(each, *copy.deepcopy(arguments), **copy.deepcopy(options)) for each in (fused, model)))
+    for _ in range(3):  # one call looks for chains, the next is captured, the last runs what was
+        assert_alike(*(outcome(each, *copy.deepcopy(arguments), **copy.deepcopy(options)) for each in (fused, model)))
 
 
 def chain_between(before, after):
@@ -60,7 +58,7 @@ ATTRIBUTES = {
     "ndim before": ["n = y.ndim", "y.unsqueeze_(0)", "n, y"],
     "shape before": ["n = y.shape", "y.unsqueeze_(0)", "n, y.shape"],
     "shape extended": ["n = y.shape", "m = n", "n += (1,)", "n, m"],
-    "dtype before": ["n = y.dtype", "y = y.float()", "y.to(n)"],
+    "dtype before": ["n = y.dtype", "y = y.double()", "y.to(n)"],
     "requires_grad before": ["n = y.requires_grad", "y = y.detach()", "n, y.requires_grad"],
     "grad": ["y.grad"],
     "data before": ["t = y.detach()", "kept = t.data", "t.resize_(2, 2)", "kept, t"],
@@ -79,10 +77,15 @@ ATTRIBUTES = {
 }
 
 
+#: What Dynamo overlooks, whatever is behind it.
+OF_DYNAMO = ("no such attribute", "no such attribute, unused", "shape before")
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:The use of `x.T`")
-@pytest.mark.parametrize("after", ATTRIBUTES.values(), ids=ATTRIBUTES)
-def test_attributes(after):
-    assert_same_outcome(made(chain_between([], after)), input_of(L30))
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes(name):
+    model = made(chain_between([], ATTRIBUTES[name]))
+    assert_same_outcome(torch.compile(model, backend="eager") if name in OF_DYNAMO else model, input_of(L30))
 
 
 UNPACKED = {
@@ -145,7 +148,7 @@ class Masked(Parts):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("mask", (torch.rand(OUT, IN) < 0.5).float())
+        self.register_buffer("mask", (torch.rand(OUT, IN) < 0.5).double())
 
     def forward(self, x):
         return self.hardtanh(self.groupnorm(F.linear(x, self.weight * self.mask, self.bias)))
@@ -215,21 +218,11 @@ COMPUTED = {
 
 @pytest.mark.parametrize("forward, chain", COMPUTED.values(), ids=COMPUTED)
 def test_computed_operands(forward, chain):
-    """With gradients; for an input that the fused chain takes, and for one that runs as it was written."""
+    """With gradients."""
     model = made(forward)
     plain = copy.deepcopy(model)
     fuse(nn.ModuleList([model, made(BenchmarkL30)]))
     assert_same(model, plain, input_of(chain))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(model(input_of(chain)), plain(input_of(chain)))
-
-
-def test_computed_operands_leave_the_rest(calls):
-    """One such module does not keep a large model from being fused."""
-    model = nn.ModuleList([made(Masked), made(BenchmarkL30)])
-    assert "1" in [entry.module for entry in fuse(model).replaced]
-    model[1](input_of(L30))
-    assert calls == [L30]
 
 
 def given_its_weight(self, x, weight):
@@ -237,11 +230,11 @@ def given_its_weight(self, x, weight):
 
 
 def test_weight_that_is_an_argument():
-    model, weight = made(given_its_weight), torch.randn(OUT, IN, dtype=torch.float64)
+    model, weight = made(given_its_weight), torch.randn(OUT, IN, dtype=torch.float32)
     assert_same_outcome(model, input_of(L30), weight)
     assert_same_outcome(model, input_of(L30), weight=weight)
-    assert_same_outcome(model, input_of(L30), weight.float())
-    assert_same_outcome(model, torch.randn(3, OUT, IN, dtype=torch.float64), weight)
+    assert_same_outcome(model, input_of(L30), weight.double())
+    assert_same_outcome(model, torch.randn(3, OUT, IN, dtype=torch.float32), weight)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +253,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", [*NAMES.split(" "), "two words", '"); 1/0 #'])
-def test_names_of_children(name, calls):
+def test_names_of_children(name):
     """Of the chain, and beside it."""
     torch.manual_seed(1)
     for names in ([name, "norm", "bounds", "last"], ["gemm", "norm", name, "last"], ["gemm", "norm", "bounds", name]):
@@ -268,18 +261,18 @@ def test_names_of_children(name, calls):
         model = nn.Sequential()
         for each, layer in zip(names, layers, strict=True):
             model.add_module(each, layer)
-        plain = copy.deepcopy(model.double())
+        plain = copy.deepcopy(model.float())
         fuse(nn.ModuleList([model, made(BenchmarkL30)]))
         assert_same(model, plain, input_of(L30))
         assert_same(pickle.loads(pickle.dumps(model)), plain, input_of(L30))
         assert_same(copy.deepcopy(model), plain, input_of(L30))
 
 
-def test_model_whose_only_forward_has_odd_names(calls):
+def test_model_whose_only_forward_has_odd_names():
     model = nn.Sequential()
     for name, layer in {"in": nn.Linear(IN, OUT), "it's": nn.GroupNorm(2, OUT), "class": nn.Hardtanh()}.items():
         model.add_module(name, layer)
-    plain = copy.deepcopy(model.double())
+    plain = copy.deepcopy(model.float())
     fuse(model)
     assert_same(model, plain, input_of(L30))
 
@@ -290,7 +283,7 @@ def test_child_named_self():
         return this.hardtanh(this.groupnorm(this.gemm(y))) + this.skip(x)
 
     model = made(forward)
-    model.self = nn.Linear(IN, IN).double()
+    model.self = nn.Linear(IN, IN).float()
     assert_same_outcome(model, input_of(L30))
 
 
@@ -306,11 +299,11 @@ def test_names_of_parameters(name):
     assert_same_outcome(model, input, input * 2)
     assert_same_outcome(model, input, other=input * 2)
     assert_same_outcome(model, **{"other": input * 2, name: input})
-    assert_same_outcome(model, torch.randn(3, OUT, IN, dtype=torch.float64), input)
+    assert_same_outcome(model, torch.randn(3, OUT, IN, dtype=torch.float32), input)
 
 
 def test_sequential_with_a_child_that_is_none():
-    model = nn.Sequential(nn.Linear(IN, OUT), nn.GroupNorm(GROUPS, OUT), nn.Hardtanh()).double()
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.GroupNorm(GROUPS, OUT), nn.Hardtanh()).float()
     model.register_module("3", None)
     assert_same_outcome(model, input_of(L30))
 
