@@ -132,6 +132,10 @@ class Chain(triton_kernels.chain.Chain):
             given = self.in_graph(row, numbers, num_groups, eps, geometry)
             if given:
                 return torch.ops.normfuse.chain.default(*given)
+        return self._apply(row, numbers, num_groups, eps, geometry)
+
+    def _apply(self, row, numbers, num_groups, eps, geometry) -> Tensor:
+        """By what was prepared at the first such call, where nothing of PyTorch's has to see it."""
         key = self._key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
         if key is not None:
             prepared = self._prepared.get(key)
@@ -184,7 +188,7 @@ class Chain(triton_kernels.chain.Chain):
         numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
         named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
         geometry = tuple(first if name == "groups" else (first, second) for name, first, second in named)
-        return self._apply_checked(row, numbers, num_groups, eps, geometry, None)
+        return self._apply(row, numbers, num_groups, eps, geometry)
 
     def _apply_checked(self, row, numbers, num_groups, eps, geometry, key) -> Tensor:
         num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
