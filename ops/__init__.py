@@ -32,7 +32,7 @@ from ops.composed_modules import (  # noqa: E402
     LinearGroupNorm,
     LinearLayerNorm,
 )
-from ops.explain import ExplainedCall, ExplainedStep, Explanation, explain  # noqa: E402
+from ops.explain import ExplainedCall, ExplainedStep, Explanation, LeftStep, explain  # noqa: E402
 from ops.functions import (  # noqa: E402
     bias_hardtanh_mish,
     conv_transpose2d_gelu_group_norm,
@@ -62,6 +62,7 @@ __all__ = [
     "FusionReport",
     "GroupNorm",
     "LayerNorm",
+    "LeftStep",
     "Linear",
     "LinearGroupNorm",
     "LinearGroupNormHardtanh",

@@ -1,16 +1,21 @@
-"""``explain``: tells which kernels a call runs, with which configs, and what memory it takes."""
+"""``explain``: tells which kernels a call runs, with which configs, what memory it takes, and what it leaves to
+PyTorch."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
 from ops import operators, plain, precision
+from ops.fuse import captured
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
@@ -81,13 +86,33 @@ class ExplainedCall:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What ``explain`` found: ``calls`` in the order in which they ran. Printed, it is a text."""
+class LeftStep:
+    """A contraction or a norm of a model that is in no chain.
 
-    calls: tuple[ExplainedCall, ...]
+    Args:
+        module: Path of the module that calls it; "" for the model itself.
+        name: What it is: "linear", "conv2d", "conv_transpose2d", "group_norm" or "layer_norm".
+        reason: Why it is in none.
+    """
+
+    module: str
+    name: str
+    reason: str
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.calls)) or "no chain of ops ran"
+        return f"left: {self.name} of {self.module or 'the model'}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found: ``calls`` in the order in which they ran, and of a model what is ``left`` to PyTorch.
+    Printed, it is a text."""
+
+    calls: tuple[ExplainedCall, ...]
+    left: tuple[LeftStep, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.calls, *self.left))) or "no chain of ops ran"
 
 
 class _Watch(TorchDispatchMode):
@@ -106,6 +131,8 @@ class _Watch(TorchDispatchMode):
 
     def note(self, chain: Chain, input: torch.Tensor) -> None:
         """A chain that runs as plain PyTorch, forward and backward."""
+        if is_fake(input):  # a compiler's
+            return
         reason = "there are no channels" if input.device.type == "cuda" else "kernels run on GPUs"
         if input.dtype not in precision.KERNEL_DTYPES:
             reason = f"kernels take float32, bfloat16 and float16, not {str(input.dtype).removeprefix('torch.')}"
@@ -133,7 +160,8 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
     The model or function is called once, with these arguments. Where tensors of its result require a gradient, a
     backward pass with ones follows. It leaves every ``.grad`` as it is, and a graph behind the arguments.
 
-    Only calls of this project's chains are told of: functions and modules of ``ops``, a fused model's, a ``Chain``'s.
+    Of a module, whether ``fuse`` changed it or not, it tells what ``fuse`` and the backend of ``torch.compile`` would
+    run, and which contractions and norms they leave. Of a function, it tells the calls of this project's chains alone.
 
     Args:
         model_or_function: What to call: a module, or any function of tensors.
@@ -141,7 +169,8 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
         options: Its keyword arguments.
 
     Returns:
-        Each call with its steps, their configs, where these are from, and its memory. ``print`` it.
+        Each call with its steps, their configs, where these are from, and its memory; what is left, and why. ``print``
+        it.
 
     Raises:
         TypeError: ``model_or_function`` cannot be called.
@@ -153,16 +182,73 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
     if not callable(model_or_function):
         raise TypeError(f"model_or_function must be callable, got {type(model_or_function).__name__}")
     watch = _Watch()
+    capture = _Capture(model_or_function, watch) if isinstance(model_or_function, nn.Module) else None
     before = plain.watcher.set(watch.note)
     try:
-        with watch:
-            roots = _differentiable(model_or_function(*inputs, **options))
-            leaves = _leaves(roots, _differentiable((inputs, options)))
-            if leaves:
+        if capture:
+            result = captured(capture)(model_or_function, *inputs, **options)
+        else:
+            with watch:
+                result = model_or_function(*inputs, **options)
+        roots = _differentiable(result)
+        leaves = _leaves(roots, _differentiable((inputs, options)))
+        if leaves:
+            with watch:
                 torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     finally:
         plain.watcher.reset(before)
-    return Explanation(tuple(watch.calls))
+    return Explanation(tuple(watch.calls), tuple(capture.left) if capture else ())
+
+
+class _Capture:
+    """Rewrites the graphs of a model's call, tells what is left in them, and has their calls watched."""
+
+    def __init__(self, model: nn.Module, watch: _Watch) -> None:
+        self._watch = watch
+        self._paths = {str(id(module)): path for path, module in model.named_modules()}
+        self.left: list[LeftStep] = []
+
+    def take(self, graph: GraphModule) -> Callable:
+        """What is to be called in the graph's place."""
+        from ops import rewriting
+
+        rewriting.rewrite(graph)
+        for each in graph.modules():
+            if isinstance(each, GraphModule):
+                self.left += self._left_in(each)
+
+        def run(*arguments: Any) -> Any:
+            with self._watch:
+                return graph(*arguments)
+
+        return run
+
+    def _left_in(self, graph: GraphModule) -> Iterator[LeftStep]:
+        from ops.graph_nodes import CONTRACTIONS, NORMS, bound
+
+        for node in graph.graph.nodes:
+            kind, given = bound(node) or ("", {})
+            if kind in CONTRACTIONS or kind in NORMS:
+                keys = [str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
+                paths = [self._paths[key] for key in keys if key in self._paths]
+                yield LeftStep(paths[-1] if paths else "", kind, _reason(node, given))
+
+
+def _reason(node: Node, given: dict[str, Any]) -> str:
+    """Why a contraction or a norm is in no chain."""
+    from ops.graph_nodes import example
+    from ops.rewriting import REFUSAL
+
+    dtype = getattr(example(given["input"]), "dtype", None)
+    if dtype not in precision.KERNEL_DTYPES:
+        return f"kernels take float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if REFUSAL in node.meta:
+        return node.meta[REFUSAL]
+    users = [str(getattr(user.target, "__name__", user.target)) for user in node.users if user.op != "output"]
+    if not users:
+        return "nothing follows it"
+    follows = f"{users[0]} follows" if len(users) == 1 else f"{', '.join(users)} use its result"
+    return f"{follows}, and there is no chain of that"
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:

@@ -131,8 +131,10 @@ def _call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
     return type(module).forward(module, *arguments, **options)
 
 
-def _captured(taker: Any) -> Callable:
-    """``_call`` behind Dynamo, which gives its graphs to ``taker.take``.
+def captured(taker: Any) -> Callable:
+    """A function of a module and its call's arguments, behind Dynamo. ``taker.take`` gets its graphs.
+
+    It may return what is to run in a graph's place.
 
     Its code is a copy with a name of its own: Dynamo counts what it captures of each code, and remembers by its name
     which sizes changed. Dynamo keeps its backends for good: this one keeps nothing alive.
@@ -142,10 +144,9 @@ def _captured(taker: Any) -> Callable:
     return torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)))
 
 
-def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> GraphModule:
-    if alive := taker():
-        alive.take(graph)
-    return graph
+def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
+    alive = taker()
+    return (alive and alive.take(graph)) or graph
 
 
 class FusedForward:
@@ -178,7 +179,7 @@ class FusedForward:
         if self.is_fused:
             hooks = _hooks_of(module)
             if self._function is None or hooks != self._hooks:  # of which Dynamo's guards know nothing
-                self._hooks, self._function, self.chains = hooks, _captured(self), Counter()
+                self._hooks, self._function, self.chains = hooks, captured(self), Counter()
             run: Callable = self._function
         else:
             run = _call if module.training in self.has_run else self._look
@@ -196,7 +197,7 @@ class FusedForward:
     def _look(self, module: nn.Module, *arguments: Any, **options: Any) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
         search, training = _Search(module), module.training
-        result = _captured(search)(module, *arguments, **options)
+        result = captured(search)(module, *arguments, **options)
         self.has_run.add(training)
         within = {each for holder in search.holders for each in holder.modules() if each is not holder}
         for each in search.called - {module, *search.holders} - within:

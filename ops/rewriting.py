@@ -24,6 +24,8 @@ from ops.pointwise import Step
 _log = logging.getLogger(__name__)
 
 _FAMILIES = {(each.contraction, each.norm): each for each in family.FAMILIES}
+#: By this name a node's ``meta`` says why the longest chain with it was refused.
+REFUSAL = "normfuse_refusal"
 #: How many steps before its norm a chain without a contraction may begin.
 _FARTHEST = 16
 
@@ -273,8 +275,10 @@ def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
                 regions.enter_context(torch.autocast(*each))
             text, result = _call(writer, growth)
             result = _with_strides_of(writer, result, last)
-    except Exception:  # whatever the fake run refuses is left: compilation goes on as without this project
+    except Exception as error:  # whatever the fake run refuses is left: compilation goes on as without this project
         _log.debug("a chain that ends at %s is left", last, exc_info=True)
+        for node in growth.nodes:
+            node.meta.setdefault(REFUSAL, str(error))
         writer.undo()
         return ""
     if example(result).stride() == example(last).stride():

@@ -117,12 +117,41 @@ def test_a_call_that_was_made_before():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_models(fused):
-    """What is not of this project is not told of."""
+    """Of any model, what is fused and what is left; ``fuse`` makes no difference."""
     layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GroupNorm(4, 32), torch.nn.Hardtanh(-2.0, 2.0))
     if fused:
         ops.fuse(layers)
-    calls = ops.explain(torch.nn.Sequential(layers, torch.nn.Linear(32, 8)), torch.randn(8, 16)).calls
-    assert [call.chain for call in calls] == [L30] * 2 * fused
+    explanation = ops.explain(torch.nn.Sequential(layers, torch.nn.Linear(32, 8)), torch.randn(8, 16))
+    assert [call.chain for call in explanation.calls] == [L30] * 2
+    assert explanation.left == (ops.LeftStep("1", "linear", "nothing follows it"),)
+    assert str(explanation).splitlines()[-1] == "left: linear of 1: nothing follows it"
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.out = torch.nn.Linear(16, 32), torch.nn.GroupNorm(4, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        y = torch.nn.functional.dropout(self.fc(x), 0.5)
+        y = torch.relu(self.norm(y))
+        z = torch.nn.functional.linear(y, self.norm.weight[None])
+        print("between two graphs")
+        return self.out(y).softmax(1) + self.out(y.double().float()) + z.sin() + z, torch.group_norm(x.double(), 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*print")
+def test_what_is_left():
+    explanation = ops.explain(Mixed(), torch.randn(8, 16))
+    chains = ["group_norm(4, 1e-05) -> mul -> add -> relu", "linear -> add -> add tensor"]
+    assert [call.chain for call in explanation.calls] == [*chains, *chains[::-1]]
+    no_chain = "follows, and there is no chain of that"
+    assert [(each.module, each.name, each.reason) for each in explanation.left] == [
+        ("fc", "linear", f"dropout {no_chain}"),
+        ("", "linear", "nothing follows it"),
+        ("out", "linear", f"softmax {no_chain}"),
+        ("", "group_norm", "kernels take float32, bfloat16 and float16, not float64"),
+    ]
 
 
 def test_plain_pytorch():
