@@ -203,7 +203,7 @@ class FusedForward:
         for each in search.called - {module, *search.holders} - within:
             forward = each.__dict__.get("forward")
             if isinstance(forward, FusedForward) and not forward.is_fused:
-                del each.forward
+                each.__dict__.pop("forward", None)  # which another thread may have done
         for holder, chains in search.holders.items():
             if holder in within:  # what it is within is captured, and with it this one's chains
                 continue
