@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
 from ops import operators, plain, precision
-from ops.fuse import captured
+from ops.fuse import Captured
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
@@ -182,11 +182,12 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
     if not callable(model_or_function):
         raise TypeError(f"model_or_function must be callable, got {type(model_or_function).__name__}")
     watch = _Watch()
-    capture = _Capture(model_or_function, watch) if isinstance(model_or_function, nn.Module) else None
+    model = model_or_function if isinstance(model_or_function, nn.Module) else None
+    capture = _Capture(model, watch) if model else None
     before = plain.watcher.set(watch.note)
     try:
-        if capture:
-            result = captured(capture)(model_or_function, *inputs, **options)
+        if capture and model:
+            result = Captured(capture, whole=False)(model, *inputs, **options)
         else:
             with watch:
                 result = model_or_function(*inputs, **options)
@@ -225,12 +226,12 @@ class _Capture:
 
     def _left_in(self, graph: GraphModule) -> Iterator[LeftStep]:
         from ops.graph_nodes import CONTRACTIONS, NORMS, bound
+        from ops.rewriting import calls
 
         for node in graph.graph.nodes:
             kind, given = bound(node) or ("", {})
             if kind in CONTRACTIONS or kind in NORMS:
-                keys = [str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
-                paths = [self._paths[key] for key in keys if key in self._paths]
+                paths = [self._paths[key] for key in calls(node) if key in self._paths]
                 yield LeftStep(paths[-1] if paths else "", kind, _reason(node, given))
 
 

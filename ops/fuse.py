@@ -8,16 +8,18 @@ is, with a call in the place of each chain. All others stay as they were.
 import functools
 import inspect
 import itertools
+import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from ops.submodules import has_global_hook
 
@@ -120,33 +122,72 @@ def _may_hold(module: nn.Module) -> bool:
     """Whether a chain may lie in its forward: none of PyTorch's layers and wrappers, and none of ours."""
     if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
         return False
-    owner = (getattr(type(module).forward, "__module__", None) or "").partition(".")[0]
-    return isinstance(module, nn.Sequential) or owner not in ("torch", "ops")
+    kind = type(module)
+    owner = getattr(kind.forward, "__module__", None) or ""
+    is_layer = owner.startswith("torch.nn.modules.") and not module._modules
+    is_wrapper = owner.startswith("torch.") and not owner.startswith("torch.nn.modules.")
+    is_method = kind.forward is not nn.Module.forward and not isinstance(
+        inspect.getattr_static(kind, "forward"), (staticmethod, classmethod)
+    )
+    return is_method and not (is_layer or is_wrapper or owner.startswith("ops."))
 
 
 _numbers = itertools.count()
+#: Taken while a model is looked at, which changes its modules.
+_looking = threading.RLock()
 
 
-def _call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+def _call(module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
     return type(module).forward(module, *arguments, **options)
 
 
-def captured(taker: Any) -> Callable:
-    """A function of a module and its call's arguments, behind Dynamo. ``taker.take`` gets its graphs.
+class Captured:
+    """A function of a module and its call's arguments, behind Dynamo.
 
-    It may return what is to run in a graph's place.
-
-    Its code is a copy with a name of its own: Dynamo counts what it captures of each code, and remembers by its name
-    which sizes changed. Dynamo keeps its backends for good: this one keeps nothing alive.
+    ``taker.take`` gets its graphs, and may return what is to run in a graph's place. A call is captured as one graph
+    (``whole``), or Dynamo raises its error before anything was done.
+    The function's code is a copy with a name of its own: Dynamo counts what it captures of each code, and remembers by
+    its name which sizes changed. Dynamo keeps its backends for good: this one keeps nothing alive.
     """
-    code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
-    copy = types.FunctionType(code, _call.__globals__)
-    return torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)))
+
+    def __init__(self, taker: Any, whole: bool = True) -> None:
+        self._code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
+        copy = types.FunctionType(self._code, dict(_call.__globals__))
+        weakref.finalize(self, torch._dynamo.reset_code, self._code).atexit = False
+        self._function = torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)), fullgraph=whole)
+
+    def __call__(self, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
+        return self._function(module, *arguments, **options)
 
 
 def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
     alive = taker()
-    return (alive and alive.take(graph)) or graph
+    result = (alive and alive.take(graph)) or graph.forward
+    for each in graph.modules():
+        if isinstance(each, GraphModule) and any(node.target is _CHECKPOINT for node in each.graph.nodes):
+            for node in each.graph.nodes:
+                if node.target is _CHECKPOINT and "context_fn" not in node.kwargs:
+                    node.target, node.kwargs = _checkpoint, {}
+            each.recompile()
+    return result
+
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def _checkpoint(body: GraphModule, *arguments: Any) -> Any:
+    """A checkpoint in a graph that runs as it is, as eager PyTorch's. (The operator leaves random numbers to Inductor.)
+
+    Buffers are arguments here. A checkpoint would keep those, to which its body may write.
+    """
+    kept = [isinstance(each, torch.Tensor) and each.requires_grad for each in arguments]
+
+    def run(*given: torch.Tensor) -> Any:
+        rest = iter(given)
+        return body(*[next(rest) if is_kept else each for is_kept, each in zip(kept, arguments, strict=True)])
+
+    differentiable = [each for is_kept, each in zip(kept, arguments, strict=True) if is_kept]
+    return checkpoint(run, *differentiable, use_reentrant=False)
 
 
 class FusedForward:
@@ -154,7 +195,8 @@ class FusedForward:
 
     At first it finds out which modules hold the chains of a call. Afterwards it is left to those, which run fused, to
     what is in them, which is captured with them, and to the modules that the user calls, which find out again in the
-    other mode.
+    other mode. A module that cannot be captured whole runs as it was written, and the modules in it find out for
+    themselves.
 
     Attributes:
         module: The module that it belongs to.
@@ -163,30 +205,35 @@ class FusedForward:
         is_fused: Whether it runs fused.
     """
 
-    def __init__(self, module: nn.Module, is_fused: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.chains: Counter[str] = Counter()
         self.has_run: set[bool] = set()
-        self.is_fused = is_fused
+        self.is_fused = False
         self._hooks: tuple = ()
-        self._function: Callable | None = None
+        self._function: Captured | None = None
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **options: Any) -> Any:
         module = self.module
         given = (*arguments, *options.values())
         if torch.compiler.is_compiling() or has_global_hook() or any(map(_is_of_a_subclass, given)):
             return type(module).forward(module, *arguments, **options)
+        run: Callable = _call
         if self.is_fused:
-            hooks = _hooks_of(module)
-            if self._function is None or hooks != self._hooks:  # of which Dynamo's guards know nothing
-                self._hooks, self._function, self.chains = hooks, captured(self), Counter()
-            run: Callable = self._function
-        else:
-            run = _call if module.training in self.has_run else self._look
+            hooks = _hooks_of(module)  # of which Dynamo's guards know nothing
+            if self._function is None:
+                self._hooks, self._function, self.chains = hooks, Captured(self), Counter()
+            if hooks == self._hooks:
+                run = self._function
+        elif module.training not in self.has_run:
+            run = self._look
         try:
             return run(module, *arguments, **options)
+        except torch._dynamo.exc.Unsupported:
+            self.is_fused, self.has_run, self.chains = False, {True, False}, Counter()
         except torch._dynamo.exc.TorchDynamoException:  # what a call raises by itself, PyTorch raises in its own words
-            return type(module).forward(module, *arguments, **options)
+            pass
+        return type(module).forward(module, *arguments, **options)
 
     def take(self, graph: GraphModule) -> None:
         """Rewrite what was captured of a fused call."""
@@ -194,22 +241,14 @@ class FusedForward:
 
         self.chains |= Counter([each.chain for each in rewrite(graph)])
 
-    def _look(self, module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    def _look(self, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
         search, training = _Search(module), module.training
-        result = captured(search)(module, *arguments, **options)
-        self.has_run.add(training)
-        within = {each for holder in search.holders for each in holder.modules() if each is not holder}
-        for each in search.called - {module, *search.holders} - within:
-            forward = each.__dict__.get("forward")
-            if isinstance(forward, FusedForward) and not forward.is_fused:
-                each.__dict__.pop("forward", None)  # which another thread may have done
-        for holder, chains in search.holders.items():
-            if holder in within:  # what it is within is captured, and with it this one's chains
-                continue
-            forward = holder.__dict__.get("forward") or FusedForward(holder)
-            forward.chains, forward.is_fused = forward.chains | chains, True
-            holder.forward = forward
+        result = Captured(search)(module, *arguments, **options)
+        if search.has_captured:
+            with _looking:
+                self.has_run.add(training)
+                search.install()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -226,41 +265,49 @@ class FusedForward:
 
 
 class _Search:
-    """Finds out, of the graphs of a module's call, which modules hold chains.
-
-    Attributes:
-        called: All that were called.
-        holders: The smallest ones that hold a whole chain, and their chains.
-    """
+    """Finds out, of the graph of a module's call, which modules hold chains."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._modules = {str(id(each)): each for each in module.modules()}
-        self.called: set[nn.Module] = {module}
-        self.holders: dict[nn.Module, Counter[str]] = {}
+        self._called: set[nn.Module] = set()
+        self._holders: dict[nn.Module, Counter[str]] = {}
+        self.has_captured = False
 
     def take(self, graph: GraphModule) -> None:
-        """Rewrite a graph, and tell whose chains were in it."""
-        from ops.rewriting import rewrite
+        """Rewrite a graph, and note whose chains were in it."""
+        from ops.rewriting import calls, rewrite
 
-        nodes = [node for each in graph.modules() if isinstance(each, GraphModule) for node in each.graph.nodes]
-        stacks = {node.name: self._stack(node) for node in nodes}
-        self.called.update(each for stack in stacks.values() for each in stack)
+        self.has_captured = True
+        for each in graph.modules():
+            if isinstance(each, GraphModule):
+                self._called.update(*[self._of(calls(node)) for node in each.graph.nodes])
         for chain in rewrite(graph):
-            common = [self._module]
-            for together in zip(*(stacks[name] for name in chain.nodes), strict=False):
-                if any(each is not together[0] for each in together):
-                    break
-                common.append(together[0])
             # Not those that have a forward of the user's.
             free = (FusedForward, type(None))
-            holder = next(each for each in reversed(common) if isinstance(each.__dict__.get("forward"), free))
-            self.holders.setdefault(holder, Counter())[chain.chain] += 1
+            around = [each for each in (self._module, *self._of(chain.calls)) if _forward_of(each, free)]
+            if around:
+                self._holders.setdefault(around[-1], Counter())[chain.chain] += 1
 
-    def _stack(self, node: Node) -> list[nn.Module]:
-        """The modules in whose calls a node was captured, from the outside in."""
-        keys = [str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
+    def _of(self, keys: Iterable[str]) -> list[nn.Module]:
         return [self._modules[key] for key in keys if key in self._modules]
+
+    def install(self) -> None:
+        """Have those that hold chains run fused, and the others that were called as before ``fuse``."""
+        within = {each for holder in self._holders for each in holder.modules() if each is not holder}
+        for each in self._called - {self._module, *self._holders} - within:
+            forward = each.__dict__.get("forward")
+            if isinstance(forward, FusedForward) and not forward.is_fused:
+                each.__dict__.pop("forward", None)
+        for holder, chains in self._holders.items():
+            if holder not in within:  # else what it is within is captured, and with it this one's chains
+                forward = holder.__dict__.get("forward") or FusedForward(holder)
+                forward.chains, forward.is_fused = forward.chains | chains, True
+                holder.forward = forward
+
+
+def _forward_of(module: nn.Module, kinds: tuple[type, ...]) -> bool:
+    return isinstance(module.__dict__.get("forward"), kinds)
 
 
 def _is_of_a_subclass(value: Any) -> bool:
@@ -268,10 +315,10 @@ def _is_of_a_subclass(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
 
 
-def _hooks_of(module: nn.Module) -> tuple:
+def _hooks_of(module: nn.Module, seen: tuple[nn.Module, ...] = ()) -> tuple:
     """What hooks there are on the modules in it, by their numbers. (``modules()`` would take three times as long.)"""
     found = (*module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks)
     for child in module._modules.values():
-        if child is not None:
-            found += _hooks_of(child)
+        if child is not None and child not in seen:
+            found += _hooks_of(child, (*seen, module))
     return found

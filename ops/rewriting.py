@@ -7,8 +7,9 @@ shape or dtype is another, a shorter chain is taken, or none.
 """
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,10 +38,12 @@ class Rewritten:
     Attributes:
         chain: The chain in words.
         nodes: The names of the nodes whose place it took.
+        calls: The ids of the modules in whose calls all of it was captured, from the outside in.
     """
 
     chain: str
     nodes: tuple[str, ...]
+    calls: tuple[str, ...] = ()
 
 
 def rewrite(module: GraphModule) -> tuple[Rewritten, ...]:
@@ -70,8 +73,19 @@ def _rewrite_graph(graph: Graph) -> Iterator[Rewritten]:
             for end in ends:
                 if text := _put(graph, end, surroundings.autocasts[end.value]):
                     taken.update(end.nodes)
-                    yield Rewritten(text, tuple(each.name for each in end.nodes))
+                    yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.nodes)))
                     break
+
+
+def calls(node: Node) -> tuple[str, ...]:
+    """The ids of the modules in whose calls a node was captured, from the outside in."""
+    return tuple(str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {}))
+
+
+def _common(each_nodes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """What all begin with."""
+    alike = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*each_nodes, strict=False))
+    return tuple(keys[0] for keys in alike)
 
 
 @dataclass

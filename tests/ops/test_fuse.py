@@ -526,8 +526,13 @@ EXPRESSIONS = (
 FORWARDS = (branches, loops, assigns, assigns_to_an_element, in_a_context, torch.no_grad()(in_full), with_default)
 
 
-@pytest.mark.parametrize("forward", [*FORWARDS, *map(chain_then, EXPRESSIONS)], ids=[*map(str, range(7)), *EXPRESSIONS])
-def test_python_around_a_chain(forward, capsys):
+#: Dynamo does not capture these whole: a forward with one of them runs as it was written.
+BREAKS = ("y.sum() else y", "print(", "> 0 and y")
+
+
+@pytest.mark.parametrize("forward_of", [*FORWARDS, *EXPRESSIONS], ids=[*map(str, range(7)), *EXPRESSIONS])
+def test_python_around_a_chain(forward_of, capsys):
+    forward = chain_then(forward_of) if isinstance(forward_of, str) else forward_of
     model = made(forward, Odd)
     plain = copy.deepcopy(model)
     report = fuse(model)
@@ -540,4 +545,4 @@ def test_python_around_a_chain(forward, capsys):
             assert_alike(result, outcome(plain, input_of(L30)))
             capsys.readouterr()
     assert printed[0] == printed[1]
-    assert "hardtanh" in report.chains[0].chain
+    assert len(report.chains) == (not any(each in str(forward_of) for each in BREAKS))
