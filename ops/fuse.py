@@ -146,6 +146,7 @@ class Captured:
 
     ``taker.take`` gets its graphs, and may return what is to run in a graph's place. A call is captured as one graph
     (``whole``), or Dynamo raises its error before anything was done.
+
     The function's code is a copy with a name of its own: Dynamo counts what it captures of each code, and remembers by
     its name which sizes changed. Dynamo keeps its backends for good: this one keeps nothing alive.
     """
@@ -162,14 +163,14 @@ class Captured:
 
 def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
     alive = taker()
-    result = (alive and alive.take(graph)) or graph.forward
+    result = alive and alive.take(graph)
     for each in graph.modules():
         if isinstance(each, GraphModule) and any(node.target is _CHECKPOINT for node in each.graph.nodes):
             for node in each.graph.nodes:
                 if node.target is _CHECKPOINT and "context_fn" not in node.kwargs:
                     node.target, node.kwargs = _checkpoint, {}
             each.recompile()
-    return result
+    return result or graph.forward
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
