@@ -232,8 +232,8 @@ class FusedForward:
             return run(module, *arguments, **options)
         except torch._dynamo.exc.Unsupported:
             self.is_fused, self.has_run, self.chains = False, {True, False}, Counter()
-        except torch._dynamo.exc.TorchDynamoException:  # what a call raises by itself, PyTorch raises in its own words
-            pass
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit):
+            pass  # what a call raises by itself, PyTorch raises in its own words
         return type(module).forward(module, *arguments, **options)
 
     def take(self, graph: GraphModule) -> None:

@@ -173,6 +173,18 @@ def test_breaks_in_many_models():
     assert compiled(rows()).shape == (5, WIDTH)
 
 
+def test_more_captures_than_dynamo_makes():
+    """What is beyond them runs as it was written."""
+    model = made(Block.forward).eval()
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for places in range(12):
+        model.places = plain.places = places
+        type(model).forward = lambda self, x: self.chain(x).softmax(1) * self.places
+        for _ in range(2):
+            assert_alike(model(rows()), type(model).forward(plain, rows()))
+
+
 def test_a_forward_that_is_wrapped_before_the_first_call():
     model = made(Block.forward)
     expected = model(rows())
