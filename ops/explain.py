@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
-from ops import operators, plain, precision
+from ops import operators, plain, precision, rewriting
 from ops.fuse import Captured
+from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
@@ -135,8 +136,12 @@ class _Watch(TorchDispatchMode):
             return
         reason = "there are no channels" if input.device.type == "cuda" else "kernels run on GPUs"
         if input.dtype not in precision.KERNEL_DTYPES:
-            reason = f"kernels take float32, bfloat16 and float16, not {str(input.dtype).removeprefix('torch.')}"
+            reason = _other_dtype(input.dtype)
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
+
+
+def _other_dtype(dtype: Any) -> str:
+    return f"kernels take float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
 
 
 def _explained(text: str, direction: str, plan: Plan, device: torch.device) -> ExplainedCall:
@@ -182,12 +187,11 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
     if not callable(model_or_function):
         raise TypeError(f"model_or_function must be callable, got {type(model_or_function).__name__}")
     watch = _Watch()
-    model = model_or_function if isinstance(model_or_function, nn.Module) else None
-    capture = _Capture(model, watch) if model else None
+    capture = _Capture(model_or_function, watch) if isinstance(model_or_function, nn.Module) else None
     before = plain.watcher.set(watch.note)
     try:
-        if capture and model:
-            result = Captured(capture, whole=False)(model, *inputs, **options)
+        if capture:
+            result = capture.call(*inputs, **options)
         else:
             with watch:
                 result = model_or_function(*inputs, **options)
@@ -205,18 +209,19 @@ class _Capture:
     """Rewrites the graphs of a model's call, tells what is left in them, and has their calls watched."""
 
     def __init__(self, model: nn.Module, watch: _Watch) -> None:
-        self._watch = watch
+        self._model, self._watch = model, watch
         self._paths = {str(id(module)): path for path, module in model.named_modules()}
         self.left: list[LeftStep] = []
 
+    def call(self, *inputs: Any, **options: Any) -> Any:
+        """The model's call."""
+        return Captured(self, whole=False)(self._model, *inputs, **options)
+
     def take(self, graph: GraphModule) -> Callable:
         """What is to be called in the graph's place."""
-        from ops import rewriting
-
         rewriting.rewrite(graph)
-        for each in graph.modules():
-            if isinstance(each, GraphModule):
-                self.left += self._left_in(each)
+        for each in rewriting.graphs(graph):
+            self.left += self._left_in(each)
 
         def run(*arguments: Any) -> Any:
             with self._watch:
@@ -225,26 +230,20 @@ class _Capture:
         return run
 
     def _left_in(self, graph: GraphModule) -> Iterator[LeftStep]:
-        from ops.graph_nodes import CONTRACTIONS, NORMS, bound
-        from ops.rewriting import calls
-
         for node in graph.graph.nodes:
             kind, given = bound(node) or ("", {})
             if kind in CONTRACTIONS or kind in NORMS:
-                paths = [self._paths[key] for key in calls(node) if key in self._paths]
+                paths = [self._paths[key] for key in rewriting.calls(node) if key in self._paths]
                 yield LeftStep(paths[-1] if paths else "", kind, _reason(node, given))
 
 
 def _reason(node: Node, given: dict[str, Any]) -> str:
     """Why a contraction or a norm is in no chain."""
-    from ops.graph_nodes import example
-    from ops.rewriting import REFUSAL
-
     dtype = getattr(example(given["input"]), "dtype", None)
     if dtype not in precision.KERNEL_DTYPES:
-        return f"kernels take float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if REFUSAL in node.meta:
-        return node.meta[REFUSAL]
+        return _other_dtype(dtype)
+    if rewriting.REFUSAL in node.meta:
+        return node.meta[rewriting.REFUSAL]
     users = [str(getattr(user.target, "__name__", user.target)) for user in node.users if user.op != "output"]
     if not users:
         return "nothing follows it"

@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from ops import rewriting
 from ops.submodules import has_global_hook
 
 
@@ -49,8 +50,8 @@ class FusionReport:
     @property
     def chains(self) -> tuple[FusedChain, ...]:
         """Those of the calls so far: a chain is found when it is first called."""
-        found = ((path, each) for path, forward in _forwards(self.model) for each in forward.chains.elements())
-        return tuple(FusedChain(*each) for each in found)
+        forwards = _forwards(self.model)
+        return tuple(FusedChain(path, chain) for path, forward in forwards for chain in forward.chains.elements())
 
     def __str__(self) -> str:
         chains = self.chains
@@ -107,20 +108,29 @@ def unfuse(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), FusedForward):
+        if _fused_forward(module):
             del module.forward
 
 
 def _forwards(model: nn.Module) -> Iterator[tuple[str, "FusedForward"]]:
     for path, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, FusedForward):
+        if forward := _fused_forward(module):
             yield path, forward
+
+
+def _fused_forward(module: nn.Module) -> "FusedForward | None":
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, FusedForward) else None
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether it has a forward that the user set on it."""
+    return "forward" in module.__dict__ and not _fused_forward(module)
 
 
 def _may_hold(module: nn.Module) -> bool:
     """Whether a chain may lie in its forward: none of PyTorch's layers and wrappers, and none of ours."""
-    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
+    if isinstance(module, torch.jit.ScriptModule) or _has_own_forward(module):
         return False
     kind = type(module)
     owner = getattr(kind.forward, "__module__", None) or ""
@@ -152,9 +162,9 @@ class Captured:
     """
 
     def __init__(self, taker: Any, whole: bool = True) -> None:
-        self._code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
-        copy = types.FunctionType(self._code, dict(_call.__globals__))
-        weakref.finalize(self, torch._dynamo.reset_code, self._code).atexit = False
+        code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
+        copy = types.FunctionType(code, dict(_call.__globals__))
+        weakref.finalize(self, torch._dynamo.reset_code, code).atexit = False
         self._function = torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)), fullgraph=whole)
 
     def __call__(self, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
@@ -164,11 +174,11 @@ class Captured:
 def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
     alive = taker()
     result = alive and alive.take(graph)
-    for each in graph.modules():
-        if isinstance(each, GraphModule) and any(node.target is _CHECKPOINT for node in each.graph.nodes):
-            for node in each.graph.nodes:
-                if node.target is _CHECKPOINT and "context_fn" not in node.kwargs:
-                    node.target, node.kwargs = _checkpoint, {}
+    for each in rewriting.graphs(graph):
+        checkpoints = each.graph.find_nodes(op="call_function", target=_CHECKPOINT, sort=False)
+        if plain := [node for node in checkpoints if "context_fn" not in node.kwargs]:
+            for node in plain:
+                node.target, node.kwargs = _checkpoint, {}
             each.recompile()
     return result or graph.forward
 
@@ -181,14 +191,13 @@ def _checkpoint(body: GraphModule, *arguments: Any) -> Any:
 
     Buffers are arguments here. A checkpoint would keep those, to which its body may write.
     """
-    kept = [isinstance(each, torch.Tensor) and each.requires_grad for each in arguments]
+    kept = {place: each for place, each in enumerate(arguments) if getattr(each, "requires_grad", False)}
 
     def run(*given: torch.Tensor) -> Any:
-        rest = iter(given)
-        return body(*[next(rest) if is_kept else each for is_kept, each in zip(kept, arguments, strict=True)])
+        replaced = dict(zip(kept, given, strict=True))
+        return body(*[replaced.get(place, each) for place, each in enumerate(arguments)])
 
-    differentiable = [each for is_kept, each in zip(kept, arguments, strict=True) if is_kept]
-    return checkpoint(run, *differentiable, use_reentrant=False)
+    return checkpoint(run, *kept.values(), use_reentrant=False)
 
 
 class FusedForward:
@@ -218,29 +227,28 @@ class FusedForward:
         module = self.module
         given = (*arguments, *options.values())
         if torch.compiler.is_compiling() or has_global_hook() or any(map(_is_of_a_subclass, given)):
-            return type(module).forward(module, *arguments, **options)
-        run: Callable = _call
-        if self.is_fused:
-            hooks = _hooks_of(module)  # of which Dynamo's guards know nothing
-            if self._function is None:
-                self._hooks, self._function, self.chains = hooks, Captured(self), Counter()
-            if hooks == self._hooks:
-                run = self._function
-        elif module.training not in self.has_run:
-            run = self._look
-        try:
-            return run(module, *arguments, **options)
-        except torch._dynamo.exc.Unsupported:
-            self.is_fused, self.has_run, self.chains = False, {True, False}, Counter()
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit):
-            pass  # what a call raises by itself, PyTorch raises in its own words
-        return type(module).forward(module, *arguments, **options)
+            return _call(module, *arguments, **options)
+        if run := self._captured():
+            try:
+                return run(module, *arguments, **options)
+            except torch._dynamo.exc.Unsupported:
+                self.is_fused, self.has_run, self.chains = False, {True, False}, Counter()
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit):
+                pass  # what a call raises by itself, PyTorch raises in its own words
+        return _call(module, *arguments, **options)
+
+    def _captured(self) -> Callable | None:
+        """What captures the call; None where the forward runs as it was written."""
+        if not self.is_fused:
+            return None if self.module.training in self.has_run else self._look
+        hooks = _hooks_of(self.module)  # of which Dynamo's guards know nothing
+        if self._function is None:
+            self._hooks, self._function, self.chains = hooks, Captured(self), Counter()
+        return self._function if hooks == self._hooks else None
 
     def take(self, graph: GraphModule) -> None:
         """Rewrite what was captured of a fused call."""
-        from ops.rewriting import rewrite
-
-        self.chains |= Counter([each.chain for each in rewrite(graph)])
+        self.chains |= Counter([each.chain for each in rewriting.rewrite(graph)])
 
     def _look(self, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
@@ -277,16 +285,11 @@ class _Search:
 
     def take(self, graph: GraphModule) -> None:
         """Rewrite a graph, and note whose chains were in it."""
-        from ops.rewriting import calls, rewrite
-
         self.has_captured = True
-        for each in graph.modules():
-            if isinstance(each, GraphModule):
-                self._called.update(*[self._of(calls(node)) for node in each.graph.nodes])
-        for chain in rewrite(graph):
-            # Not those that have a forward of the user's.
-            free = (FusedForward, type(None))
-            around = [each for each in (self._module, *self._of(chain.calls)) if _forward_of(each, free)]
+        for each in rewriting.graphs(graph):
+            self._called.update(*[self._of(rewriting.calls(node)) for node in each.graph.nodes])
+        for chain in rewriting.rewrite(graph):
+            around = [each for each in (self._module, *self._of(chain.calls)) if not _has_own_forward(each)]
             if around:
                 self._holders.setdefault(around[-1], Counter())[chain.chain] += 1
 
@@ -297,18 +300,14 @@ class _Search:
         """Have those that hold chains run fused, and the others that were called as before ``fuse``."""
         within = {each for holder in self._holders for each in holder.modules() if each is not holder}
         for each in self._called - {self._module, *self._holders} - within:
-            forward = each.__dict__.get("forward")
-            if isinstance(forward, FusedForward) and not forward.is_fused:
+            forward = _fused_forward(each)
+            if forward and not forward.is_fused:
                 each.__dict__.pop("forward", None)
         for holder, chains in self._holders.items():
             if holder not in within:  # else what it is within is captured, and with it this one's chains
-                forward = holder.__dict__.get("forward") or FusedForward(holder)
+                forward = _fused_forward(holder) or FusedForward(holder)
                 forward.chains, forward.is_fused = forward.chains | chains, True
                 holder.forward = forward
-
-
-def _forward_of(module: nn.Module, kinds: tuple[type, ...]) -> bool:
-    return isinstance(module.__dict__.get("forward"), kinds)
 
 
 def _is_of_a_subclass(value: Any) -> bool:

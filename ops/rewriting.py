@@ -49,13 +49,17 @@ class Rewritten:
 def rewrite(module: GraphModule) -> tuple[Rewritten, ...]:
     """Put one call in the place of each chain, in the module's graph and in those within it, such as a checkpoint's."""
     found: list[Rewritten] = []
-    for each in module.modules():
-        if isinstance(each, GraphModule):
-            of_graph = list(_rewrite_graph(each.graph))
-            if of_graph:
-                each.recompile()
-            found += of_graph
+    for each in graphs(module):
+        of_graph = list(_rewrite_graph(each.graph))
+        if of_graph:
+            each.recompile()
+        found += of_graph
     return tuple(found)
+
+
+def graphs(module: GraphModule) -> list[GraphModule]:
+    """It and those within it."""
+    return [each for each in module.modules() if isinstance(each, GraphModule)]
 
 
 def _rewrite_graph(graph: Graph) -> Iterator[Rewritten]:

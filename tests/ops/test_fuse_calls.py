@@ -110,6 +110,20 @@ def test_a_call_that_fails(other, capsys):
         torch.testing.assert_close(fused.batch_norm.running_mean, model.batch_norm.running_mean)
 
 
+def calls_the_compiler(self, x):
+    self.count += 1
+    return torch.compile(lambda y: print("breaks") or y, backend="eager", fullgraph=True)(self.chain(x))
+
+
+def test_an_error_of_dynamos_that_is_the_models_own():
+    model = made(calls_the_compiler)
+    fuse(model)
+    for called in (1, 2, 3):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            model(rows())
+        assert model.count == called
+
+
 def of_many(self, several):
     return [self.chain(each) for each in several]
 
