@@ -3,12 +3,14 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autotune_configs import lookup, tuning
 from autotune_configs.gpus import Gpu
+from autotune_configs.kernels import kernel_of
 from autotune_configs.lookup import Found
 from autotune_configs.problem import Problem
 from triton_kernels.convolution import ConvolutionConfig
@@ -37,13 +39,18 @@ def _resolve(
     sizes: tuple[int, ...],
     precision: str | None = None,
     layout: str | None = None,
+    result: torch.dtype | None = None,
 ) -> Any:
-    """The config for a problem, of the kernel's config class. Tunes the problem first if that is switched on."""
+    """The config for a problem, of the kernel's config class, with results of its dtype or another. Tunes the problem
+    first if that is switched on."""
     device = meant(device)
     problem = Problem(kernel, str(dtype).removeprefix("torch."), sizes, precision, layout)
     if tuning.is_on():
         tuning.tune_unseen(problem, device)
-    found = lookup.find(problem, Gpu.of(device))
+    gpu = Gpu.of(device)
+    found = lookup.find(problem, gpu)
+    if result is not None and result != dtype:
+        found = replace(found, config=kernel_of(kernel).storing(found.config, problem, gpu, result.itemsize))
     if getattr(_thread, "lookups", None) is not None:
         _thread.lookups.append(found)
     return found.config
@@ -55,14 +62,23 @@ def prefers_cublas(M: int, N: int, K: int, device: torch.device) -> bool:
 
 
 def linear_config(
-    kernel: str, dtype: torch.dtype, M: int, N: int, K: int, group_size: int, device: torch.device
+    kernel: str,
+    dtype: torch.dtype,
+    M: int,
+    N: int,
+    K: int,
+    group_size: int,
+    device: torch.device,
+    result: torch.dtype | None = None,
 ) -> LinearConfig:
-    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, for a chain whose ``Chain.kernel`` is ``kernel``.
+    """Config of ``triton_kernels.linear`` at [M, K] @ [N, K].T, for a chain whose ``Chain.kernel`` is ``kernel``, with
+    results of this dtype or another.
 
     If the chain normalises groups of ``group_size`` columns, the tile holds whole groups where any tile can.
     ``LinearConfig.holds_groups_of`` tells.
     """
-    return _resolve(device, kernel, dtype, (M, N, K, group_size), "highest" if dtype == torch.float32 else None)
+    precision = "highest" if dtype == torch.float32 else None
+    return _resolve(device, kernel, dtype, (M, N, K, group_size), precision, result=result)
 
 
 def group_norm_config(

@@ -89,6 +89,10 @@ class Kernel(ABC):
         """A config of another kernel or of a rule, with what this kernel needs beside the tile."""
         return config
 
+    def storing(self, config: Any, problem: Problem, gpu: Gpu, size: int) -> Any:
+        """The config for results of ``size`` bytes each, of operands of the problem's dtype."""
+        return config
+
     def kins_config(self, values: dict[str, int], problem: Problem, gpu: Gpu) -> Config | None:
         """``config_of`` with the values of another kernel's entry."""
         try:
@@ -208,6 +212,35 @@ class LinearKernel(Kernel):
             config = replace(config, num_stages=config.num_stages - 1)
         return config
 
+    def storing(self, config, problem, gpu, size):
+        """With as many stages as fit, in as few strips as let so many fit.
+
+        Beside a tile of the result, one of what the backward pass needs is staged, in the operands' dtype.
+        """
+        each = size // problem.element_size + 1
+        is_aligned = problem.sizes[1] * problem.element_size % 16 == 0
+        candidates = [
+            replace(config, num_stages=num_stages, **strips)
+            for num_stages in range(config.num_stages, 0, -1)
+            for strips in self._strips(config, problem.sizes[3], gpu)
+        ]
+
+        def fits(config: LinearConfig) -> bool:
+            staging = config if is_aligned else replace(config, store_strips=1)
+            return self._shared_memory(staging, problem, each) <= gpu.shared_memory
+
+        return next(filter(fits, candidates), candidates[-1])
+
+    def _strips(self, config: LinearConfig, group_size: int, gpu: Gpu) -> Iterable[dict[str, int]]:
+        """A config's strips, then more of them. Hopper alone divides a strip without an exchange in shared memory."""
+        yield {}
+        divides_strips = gpu.architecture == 90 and config.block_m >= 16 * config.num_warps
+        if config.stored_columns >= 32 and (divides_strips or config.epilogue_strips == 1):
+            yield {"store_strips": 2}
+        in_strips = replace(config, epilogue_strips=2, store_strips=2)
+        if divides_strips and in_strips.stored_columns >= 16 and in_strips.holds_groups_of(group_size):
+            yield {"epilogue_strips": 2, "store_strips": 2}
+
     def _needs_strips(self, config: LinearConfig) -> bool:
         is_full = config.block_m * config.block_n > _MOST_VALUES_A_THREAD // 2 * 32 * config.num_warps
         warps_lie_one_above_the_other = config.block_m >= 16 * config.num_warps
@@ -219,14 +252,17 @@ class LinearKernel(Kernel):
         chain = chains.known(self.name)
         return sum([step.terms for step in chain.steps]) if chain else 0
 
-    def _shared_memory(self, config: LinearConfig, problem: Problem) -> int:
-        """Bytes that a launch needs. An epilogue stages its part of the output's rows; a reduction stages a group.
+    def _shared_memory(self, config: LinearConfig, problem: Problem, result: int = 1) -> int:
+        """Bytes that a launch needs, for results of ``result`` times the operands' size. An epilogue stages its part of
+        the output's rows; a reduction stages a group.
 
         A tensor that is loaded takes half a tile beside it (seen in compiled kernels).
         """
-        staged_columns = problem.sizes[3] * 4 // problem.element_size if self._reduces else None
-        if self._loads_tensors:
-            staged_columns = config.stored_columns + config.epilogue_columns // 2
+        staged_columns = result * config.stored_columns
+        if self._reduces:
+            staged_columns = problem.sizes[3] * 4 // problem.element_size
+        elif self._loads_tensors:
+            staged_columns += result * config.epilogue_columns // 2
         return config.shared_memory(problem.element_size, staged_columns)
 
     def is_valid(self, config, problem, gpu):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ops import precision
 from ops.convolution import IS_TRANSPOSED, Geometry
 from triton_kernels.built_in import NAMED, name_of, named
 from triton_kernels.chain import Chain, Reduction
@@ -21,7 +22,7 @@ from triton_kernels.row_minimum import ROW_MINIMUM
 _REDUCTIONS: dict[str, Reduction] = {ROW_MINIMUM.name: ROW_MINIMUM}
 #: What texts name beside them.
 _CONTRACTIONS = ("linear", *IS_TRANSPOSED)
-_OTHER_NAMES = (*_CONTRACTIONS, "group_norm", *_REDUCTIONS)
+_OTHER_NAMES = (*_CONTRACTIONS, "group_norm", *_REDUCTIONS, *precision.DTYPES)
 _ARROW = " -> "
 #: The pointwise functions that a text may name.
 _POINTWISE = dict(NAMED)
@@ -63,6 +64,8 @@ class Call:
     geometry: Any = None
     allow_tf32: bool = False
     has_bias: bool = False  # of the reduction
+    #: The result's dtype, where that is not the input's.
+    result: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +84,8 @@ class Call:
         # An integer that a compiler leaves open is settled here, and guarded.
         sizes = [str(int(each)) for each in (*self.geometry.numbers, self.allow_tf32)] if self.geometry else []
         of_norm = f"({int(self.num_groups)}, {self.eps!r})" if chain.norm else ""
-        return text_of(chain, steps, f"({', '.join(sizes)})" if sizes else "", of_norm, f"({int(self.has_bias)})")
+        text = text_of(chain, steps, f"({', '.join(sizes)})" if sizes else "", of_norm, f"({int(self.has_bias)})")
+        return text + (_ARROW + precision.name_of(self.result) if self.result else "")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,6 +110,8 @@ def parse(text: str) -> Call:
             options |= {"num_groups": int(numbers[0]), "eps": numbers[1]}
         elif name in _REDUCTIONS:
             reduction, options["has_bias"] = _REDUCTIONS[name], bool(numbers[0])
+        elif name in precision.DTYPES:
+            options["result"] = precision.DTYPES[name]
         elif step := named(name, _POINTWISE):
             steps.append((step, numbers, not absent))
         else:
@@ -140,6 +146,16 @@ class Arguments:
         rest = iter(others)
         vectors = tuple([next(rest) if step.has_tensor else None for step in call.chain.steps])
         return cls(call, input, weight, vectors, next(rest))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of input and weight, of which one is there."""
+        return (self.weight if self.input is None else self.input).dtype
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """That of the call's result."""
+        return self.call.result or self.dtype
 
     @functools.cached_property
     def operands(self) -> tuple[Any, ...]:

@@ -122,28 +122,45 @@ class Chain(triton_kernels.chain.Chain):
         return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, tuple(sizes.values()))
 
     def apply(
-        self, row: tuple, numbers: tuple = (), num_groups: Any = 1, eps: Any = 0.0, geometry: tuple = ()
+        self,
+        row: tuple,
+        numbers: tuple = (),
+        num_groups: Any = 1,
+        eps: Any = 0.0,
+        geometry: tuple = (),
+        result: str = "",
     ) -> Tensor:
         """Apply the chain to tensors in a row: input, weight, one for each step that takes one, the reduction's bias.
 
         ``numbers`` are those of the steps that take numbers, ``geometry`` the values of ``convolution.DEFAULTS``.
+        ``result`` is the name of the result's dtype, where that is not the one that is computed in.
         """
         if torch.compiler.is_compiling() and isinstance(row[0], torch.Tensor):
-            given = self.in_graph(row, numbers, num_groups, eps, geometry)
+            given = self.in_graph(row, numbers, num_groups, eps, geometry, result)
             if given:
                 return torch.ops.normfuse.chain.default(*given)
-        return self._apply(row, numbers, num_groups, eps, geometry)
+        return self._apply(row, numbers, num_groups, eps, geometry, result)
 
-    def _apply(self, row, numbers, num_groups, eps, geometry) -> Tensor:
+    def _apply(self, row, numbers, num_groups, eps, geometry, result) -> Tensor:
         """By what was prepared at the first such call, where nothing of PyTorch's has to see it."""
-        key = self._key(row, (num_groups, eps, numbers), geometry) if is_unobserved() else None
-        if key is not None:
-            prepared = self._prepared.get(key)
-            if prepared is not None:
-                return prepared.run(row)
-        return self._apply_checked(row, numbers, num_groups, eps, geometry, key)
+        key = self._key(row, (num_groups, eps, numbers), geometry, result) if is_unobserved() else None
+        prepared = None if key is None else self._prepared.get(key)
+        if prepared is None:
+            return self._apply_checked(row, numbers, num_groups, eps, geometry, result, key)
+        if not precision.autocasts(row[0].device):
+            return prepared.run(row)
+        row = self._cast(row)
+        with precision.without_autocast(row[0].device):
+            return prepared.run(row)
 
-    def in_graph(self, row: tuple, numbers: tuple, num_groups: Any, eps: Any, geometry: tuple) -> tuple:
+    def _cast(self, row: tuple) -> tuple:
+        """The tensors as autocast has them: it casts what is multiplied."""
+        if not (self.contraction and precision.autocasts(row[0].device)):
+            return row
+        dtype = precision.autocast_dtype(row[0])
+        return row[0].to(dtype), row[1].to(dtype), *row[2:]
+
+    def in_graph(self, row: tuple, numbers: tuple, num_groups: Any, eps: Any, geometry: tuple, result: str) -> tuple:
         """The arguments of the one operator by which a graph calls the chain, or none where it does not take these.
 
         A compiler guards nothing of what that does. What it depends on beside its arguments stands in its text, since
@@ -155,9 +172,9 @@ class Chain(triton_kernels.chain.Chain):
             return ()
         lengths = ",".join([str(len(step)) for step in numbers])
         settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
-        return f"{self.text} | {lengths} | {settings}", list(row), scalars, num_groups, eps, sizes
+        return f"{self.text} | {lengths} | {result} | {settings}", list(row), scalars, num_groups, eps, sizes
 
-    def _key(self, row: tuple, numbers: tuple, geometry: tuple) -> tuple | None:
+    def _key(self, row: tuple, numbers: tuple, geometry: tuple, result: str) -> tuple | None:
         """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their
         own, sparse or negated ones, and numbers that cannot be written out."""
         if not checks.PLAIN_TENSORS.issuperset(map(type, row)):
@@ -179,51 +196,52 @@ class Chain(triton_kernels.chain.Chain):
             convolves = self._convolves and precision.convolutions_allow_tf32()
             lengths = [len(each) if isinstance(each, (tuple, list)) else 0 for each in (*numbers[2], *geometry)]
             # In bytes True is not 1, nor -0.0 0.0. (Version 2 of the format has no references.)
-            return marshal.dumps((given, lengths), 2), convolves, plans.settings(row[0]), *tensors
+            casts = precision.autocasts(row[0].device) and precision.autocast_dtype(row[0])
+            return marshal.dumps((given, lengths), 2), convolves, casts, result, plans.settings(row[0]), *tensors
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
 
-    def _apply_in_graph(self, row, lengths, scalars, num_groups, eps, sizes) -> Tensor:
+    def _apply_in_graph(self, row, lengths, result, scalars, num_groups, eps, sizes) -> Tensor:
         given = iter(scalars)
         numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
         named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
         geometry = tuple(first if name == "groups" else (first, second) for name, first, second in named)
-        return self._apply(row, numbers, num_groups, eps, geometry)
+        return self._apply(row, numbers, num_groups, eps, geometry, result)
 
-    def _apply_checked(self, row, numbers, num_groups, eps, geometry, key) -> Tensor:
+    def _apply_checked(self, row, numbers, num_groups, eps, geometry, result, key) -> Tensor:
         num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
         if tensor_parallel.is_distributed(*row):
-            return self._on_shards(row, numbers, num_groups, eps, geometry)
+            return self._on_shards(row, numbers, num_groups, eps, geometry, result)
+        row = self._cast(row)
         input = row[0]
-        if self.contraction and precision.autocasts(input.device):
-            dtype = precision.autocast_dtype(input)
-            row = (input.to(dtype), row[1].to(dtype), *row[2:])
-            input = row[0]
+        dtype = precision.DTYPES[result] if result and result != precision.name_of(input.dtype) else None
         channels = input.shape[1] if self.norm and not self.contraction else 1
         if not precision.runs_kernels(input) or channels == 0:
-            return plain.in_widest_dtype(self, row, numbers, num_groups, eps, geometry)
+            return plain.in_widest_dtype(self, row, numbers, num_groups, eps, geometry, dtype or input.dtype)
         if self.reduction and row[1].shape[0] // num_groups > WIDEST_GROUP:
-            return self._reduce_after(row, num_groups, eps)
-        call = self._call(row, numbers, num_groups, eps, geometry)
+            return self._reduce_after(row, num_groups, eps, result)
+        call = self._call(row, numbers, num_groups, eps, geometry, dtype)
         if key is None:
             return operators.run(call, row)
         wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in row]
-        plan = plans.make_forward(call, row, any(wanted))
-        return self._prepared.add(key, Prepared(call, row, wanted, plan)).run(row)
+        with precision.without_autocast(input.device):
+            plan = plans.make_forward(call, row, any(wanted))
+            return self._prepared.add(key, Prepared(call, row, wanted, plan)).run(row)
 
-    def _call(self, row, numbers, num_groups, eps, geometry) -> Call:
+    def _call(self, row, numbers, num_groups, eps, geometry, result) -> Call:
         rest, tensors = iter(numbers), iter(row[2:])
         of_steps = tuple([next(rest) if step.operand == "numbers" else None for step in self.steps])
         present = tuple([not step.has_tensor or next(tensors) is not None for step in self.steps])
         allow_tf32 = geometry is not None and precision.convolutions_allow_tf32()
-        return Call(self._data, of_steps, present, num_groups, eps, geometry, allow_tf32, has_bias=row[-1] is not None)
+        has_bias = row[-1] is not None
+        return Call(self._data, of_steps, present, num_groups, eps, geometry, allow_tf32, has_bias, result)
 
-    def _reduce_after(self, row, num_groups, eps) -> Tensor:
+    def _reduce_after(self, row, num_groups, eps, result) -> Tensor:
         """The row minimum by PyTorch, of groups that no program holds whole."""
         input, *_, bias = row
-        normalized = _without_reduction(self).apply((*row[:-1], None), (), num_groups, eps)
+        normalized = _without_reduction(self).apply((*row[:-1], None), (), num_groups, eps, (), result)
         minimum = normalized.min(dim=1, keepdim=True)[0]
-        return minimum if bias is None else (minimum + bias).to(input.dtype)
+        return minimum if bias is None else (minimum + bias).to(minimum.dtype)
 
     def _check(self, row, numbers, num_groups, eps, geometry):
         """Check the arguments; returns all that are no tensors as Python's numbers."""
@@ -290,7 +308,7 @@ class Chain(triton_kernels.chain.Chain):
             raise ValueError("input must have at least one dimension (*, channels), got a 0-D tensor")
         return input.shape[-1]
 
-    def _on_shards(self, row, numbers, num_groups, eps, geometry) -> Tensor:
+    def _on_shards(self, row, numbers, num_groups, eps, geometry, result) -> Tensor:
         named = self._named(row)
         tensors = {"input": row[0], **({"weight": row[1]} if self.contraction else {}), **named}
         bias = tensors.pop(self.names[-1]) if self.reduction else None
@@ -299,7 +317,7 @@ class Chain(triton_kernels.chain.Chain):
 
         def of_shares(input, num_groups=1, **shares):
             weight = shares.pop("weight") if self.contraction else None
-            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, sizes)
+            return self.apply((input, weight, *shares.values(), None), numbers, num_groups, eps, sizes, result)
 
         if self.reduction:
             return tensor_parallel.minimum_on_shards(of_shares, tensors, bias, num_groups)
@@ -343,7 +361,7 @@ def _chain_operator(
     if name not in by_text:
         raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
     lengths = map(int, filter(None, others[0].split(",")))
-    return by_text[name]._apply_in_graph(tuple(row), lengths, scalars, num_groups, eps, sizes)
+    return by_text[name]._apply_in_graph(tuple(row), lengths, others[1], scalars, num_groups, eps, sizes)
 
 
 torch.library.define(

@@ -46,19 +46,23 @@ class Contraction:
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         """What ``forward`` returns, without values."""
         call, input = given.call, given.input
-        output = torch.empty_like(input) if call.chain.norm else input.new_empty(input.shape)
+        output = self._empty(given, given.result_dtype)
         if not (training and self._keeps_statistics(call, input)):
             return [output]
         return [output, input.new_empty(2, len(input) * call.num_groups, dtype=torch.float32)]
 
+    def _empty(self, given: Arguments, dtype: torch.dtype) -> Tensor:
+        norm, input = given.call.chain.norm, given.input
+        return torch.empty_like(input, dtype=dtype) if norm else input.new_empty(input.shape, dtype=dtype)
+
     def empty_gradient(self, place: int, given: Arguments, dy: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """The input's (0) or the weight's (1) gradient, without values, from what ``backward`` gets."""
-        return self.empty_results(given, False)[0]
+        return self._empty(given, given.dtype)
 
     def forward(self, given: Arguments, training: bool) -> list[Tensor]:
         """The result and, if ``training``, what the backward pass needs beside the call's own tensors."""
         z = self._readable(given.call, given.input)
-        output = torch.empty_like(z)
+        output = torch.empty_like(z, dtype=given.result_dtype)
         volumes = self._volume(given.call, z), self._volume(given.call, output)
         statistics = passes.forward(given.call, given.operands, *volumes)
         return [_lying_as(given, output), *(statistics if training else [])]
@@ -99,7 +103,7 @@ class Contraction:
 
 def _lying_as(given: Arguments, values: Tensor) -> Tensor:
     """The values in memory as the input of a norm lies, copied where they are not."""
-    result = torch.empty_like(given.input)
+    result = torch.empty_like(given.input, dtype=values.dtype)
     if values.stride() == result.stride() or not given.call.chain.norm:
         return values
     do(_copy, values, result)
@@ -120,9 +124,9 @@ class Linear(Contraction):
 
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         chain, (*lead, _), N = given.call.chain, given.input.shape, given.weight.shape[0]
-        results = [given.input.new_empty(*lead, N)]
+        results = [given.input.new_empty((*lead, N), dtype=given.result_dtype)]
         if training and len(chain.biases) < len(chain.steps):
-            results.append(torch.empty_like(results[0]))
+            results.append(given.input.new_empty(*lead, N))
         if training and passes.keeps_statistics(given.call, N):
             groups = given.input.shape[:-1].numel() * given.call.num_groups
             results.append(results[0].new_empty(2, groups, dtype=torch.float32))
@@ -133,15 +137,16 @@ class Linear(Contraction):
 
     def empty_gradient(self, place: int, given: Arguments, dy: Tensor, kept: Sequence[Tensor]) -> Tensor:
         *lead, N = self.z_shape(given, dy, kept)
-        return dy.new_empty((N, given.input.shape[-1]) if place else (*lead, given.weight.shape[1]))
+        shape = (N, given.input.shape[-1]) if place else (*lead, given.weight.shape[1])
+        return dy.new_empty(shape, dtype=given.dtype)
 
     def forward(self, given: Arguments, training: bool) -> list[Tensor]:
         call, input, weight, (biases, others) = given.call, rows_of(given.input), given.weight, given.divided
         output, *kept = self.empty_results(given, training)
         if len(biases) == len(others):
-            return [products.affine(input, weight, biases, output.shape)]
+            return [products.affine(input, weight, biases, output.shape, output.dtype)]
         group_size = weight.shape[0] // call.num_groups if call.chain.norm else 1
-        config = products.fused_config(call.chain, input, weight, group_size, biases)
+        config = products.fused_config(call.chain, input, weight, group_size, biases, output.dtype)
         if config is None:
             z = products.affine(input, weight, biases, output.shape)
             statistics = passes.forward(call, others, self._volume(call, z), self._volume(call, output))
@@ -157,7 +162,9 @@ class Linear(Contraction):
         for bias in gradients.vectors:
             if bias is not None:
                 do(_sum_rows, rows_of(dy), bias)
-        return products.gradients(contiguous(dy), given, gradients)
+        wanted = gradients.input is not None or gradients.weight is not None
+        in_dtype = do(Tensor.to, dy, given.dtype) if wanted and dy.dtype != given.dtype else dy
+        return products.gradients(contiguous(in_dtype), given, gradients)
 
 
 def _sum_rows(gradient: Tensor, target: Tensor) -> None:
@@ -173,7 +180,8 @@ class ReducedLinear(Linear):
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         """The result is [1, C, M, 1], or [M, 1] without a bias."""
         M, group_size, bias = given.input.shape[0], given.weight.shape[0] // given.call.num_groups, given.bias
-        output = given.input.new_empty((M, 1) if bias is None else (1, bias.numel(), M, 1))
+        shape = (M, 1) if bias is None else (1, bias.numel(), M, 1)
+        output = given.input.new_empty(shape, dtype=given.result_dtype)
         kept = output.new_empty(max(1, M) * (group_size + 2), dtype=torch.float32) if training else None
         return [output] if kept is None else [output, kept]
 
@@ -226,7 +234,7 @@ class ReducedLinear(Linear):
         if num_groups < _FEWEST_SPARSE_GROUPS or group_size > _WIDEST_SPARSE_GROUP:
             if gradients.input is None and gradients.weight is None:
                 return None, None
-            return products.gradients(do(_scatter, z_gradient, column, num_groups, dy.dtype), given, gradients)
+            return products.gradients(do(_scatter, z_gradient, column, num_groups, given.dtype), given, gradients)
         of_input = of_weight = None
         if gradients.input is not None:
             of_input = self.empty_gradient(0, given, dy, kept)
@@ -269,12 +277,13 @@ class Convolution(Contraction):
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         input, weight, geometry = given.input, given.weight, given.call.geometry
         shape = input.shape[0], geometry.channels(weight), *geometry.output_size(*input.shape[2:])
-        output = torch.empty_like(input.new_empty(shape), memory_format=memory_format(input))
+        empty = input.new_empty(shape)
+        output = torch.empty_like(empty, dtype=given.result_dtype, memory_format=memory_format(input))
         if not training:
             return [output]
         z_format = torch.channels_last if self._is_direct(given) else convolution.cudnn_format(input, geometry)
         statistics = output.new_empty(2, shape[0] * given.call.num_groups, dtype=torch.float32)
-        return [output, torch.empty_like(output, memory_format=z_format), statistics]
+        return [output, torch.empty_like(empty, memory_format=z_format), statistics]
 
     def empty_gradient(self, place: int, given: Arguments, dy: Tensor, kept: Sequence[Tensor]) -> Tensor:
         tensor = given.weight if place else given.input
@@ -289,7 +298,7 @@ class Convolution(Contraction):
             images = convolution.cudnn_format(input, call.geometry)
             image = direct_convolution.in_format(input, images)
             z = do(convolution.convolve, image, given.weight, call.geometry, images)
-        output = torch.empty_like(z, memory_format=memory_format(input))
+        output = torch.empty_like(z, dtype=given.result_dtype, memory_format=memory_format(input))
         statistics = passes.normalize(call, operands, as_volume(z), as_volume(output), partials)
         return [output, z, statistics] if training else [output]
 

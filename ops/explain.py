@@ -141,7 +141,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _other_dtype(dtype: Any) -> str:
-    return f"kernels take float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return f"kernels take float32, bfloat16 and float16, not {precision.name_of(dtype)}"
 
 
 def _explained(text: str, direction: str, plan: Plan, device: torch.device) -> ExplainedCall:

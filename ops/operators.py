@@ -41,7 +41,7 @@ def _given(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def is_unobserved() -> bool:
-    """Whether a call now is eager PyTorch's alone: no compiler, tracer, profiler, transform, mode or autocast."""
+    """Whether a call now is eager PyTorch's alone: no compiler, tracer, profiler, transform or mode."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -50,8 +50,6 @@ def is_unobserved() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state()
         or torch._C._autograd._profiler_enabled()
-        or torch.is_autocast_enabled("cuda")
-        or torch.is_autocast_enabled("cpu")
     )
 
 
@@ -105,7 +103,6 @@ def _run_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], 
         return backward_plan(text, wanted, gradient, kept, tensors).run([gradient, *tensors, *kept])
 
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in precision.KERNEL_DTYPES}
 #: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted. Where the shape is None, it is
 #: that of the result's gradient, or follows from other tensors.
 Spec = tuple[tuple[int, ...] | None, torch.dtype] | None
@@ -124,7 +121,9 @@ def _write_specs(specs: Sequence[Spec], read: Sequence[int]) -> str:
     """Specs in words, "-" for None; a star marks the tensors that are read."""
     # An integer that a compiler leaves open is settled here, and guarded.
     sizes = ["" if each is None or each[0] is None else f"({','.join(map(str, map(int, each[0])))})" for each in specs]
-    words = ["-" if each is None else str(each[1])[6:] + size for each, size in zip(specs, sizes, strict=True)]
+    words = [
+        "-" if each is None else precision.name_of(each[1]) + size for each, size in zip(specs, sizes, strict=True)
+    ]
     return " ".join([f"{word}*" if place in read else word for place, word in enumerate(words)])
 
 
@@ -133,7 +132,7 @@ def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
     for word in text.split():
         name, bracket, sizes = word.rstrip("*)").partition("(")
         shape = tuple(map(int, filter(None, sizes.split(",")))) if bracket else None
-        specs.append(None if name == "-" else (shape, _DTYPES[name]))
+        specs.append(None if name == "-" else (shape, precision.DTYPES[name]))
     return specs, [place for place, word in enumerate(text.split()) if word.endswith("*")]
 
 

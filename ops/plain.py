@@ -46,14 +46,14 @@ watcher: ContextVar[Callable[[Chain, Tensor], None] | None] = ContextVar("watche
 
 
 def in_widest_dtype(
-    chain: Chain, row: Sequence[Any], numbers: Sequence, num_groups: int, eps: float, geometry: Any
+    chain: Chain, row: Sequence[Any], numbers: Sequence, num_groups: int, eps: float, geometry: Any, result: torch.dtype
 ) -> Tensor:
-    """The same in the widest of the tensors' dtypes, which differ only under autocast; the result has the input's."""
+    """The same in the widest of the tensors' dtypes, which differ only under autocast, with a result of this dtype."""
     input = row[0]
     if not torch.compiler.is_compiling() and (note := watcher.get()):
         note(chain, input)
-    dtype = functools.reduce(torch.promote_types, (each.dtype for each in row if each is not None))
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in row if each is not None), result)
     widened = [each if each is None else each.to(dtype) for each in row]
     with precision.without_autocast(input.device):
-        result = apply(chain, widened, numbers, num_groups, eps, geometry.arguments if geometry else {}).to(input.dtype)
-    return result.contiguous(memory_format=memory_format(input)) if geometry else result
+        values = apply(chain, widened, numbers, num_groups, eps, geometry.arguments if geometry else {}).to(result)
+    return values.contiguous(memory_format=memory_format(input)) if geometry else values

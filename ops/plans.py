@@ -42,7 +42,7 @@ def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -
 
     Its results are the call's and, if ``training``, what the backward pass needs.
     """
-    call = _precise(call, tensors[0])
+    call = _precise(call, Arguments.of(call, tensors).dtype)
     forward = contraction_of(call.chain).forward
     return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
@@ -55,7 +55,7 @@ def make_backward(
     ``tensors`` has those that the pass reads, and ``wanted`` in the same places (shape, dtype), or None. A None in the
     place of a shape stands for that of ``gradient``, or what follows from other tensors.
     """
-    call = _precise(call, gradient)
+    call = _precise(call, next(each.dtype for each in (*tensors[:2], *kept, gradient) if each is not None))
     contraction = contraction_of(call.chain)
     steps = [*(step for step in call.chain.steps if step.has_tensor), None]
 
@@ -79,9 +79,9 @@ def make_backward(
     return _made([gradient, *tensors, *kept], write)
 
 
-def _precise(call: Call, tensor: Tensor | None) -> Call:
-    """The call with functions as precise as values of the tensor's dtype are."""
-    return call if tensor is None else replace(call, chain=call.chain.of_dtype(tensor.dtype))
+def _precise(call: Call, dtype: torch.dtype) -> Call:
+    """The call with functions as precise as values of this dtype and its result's are."""
+    return replace(call, chain=call.chain.of_dtype(dtype, call.result))
 
 
 def _memory_of(step: Pointwise | None, gradient: Tensor, channels: int) -> Tensor:

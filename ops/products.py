@@ -23,19 +23,26 @@ Config = LinearConfig | LinearSplitConfig
 WIDEST_REDUCED_GROUP = 64
 
 
-def product_config(chain: Chain, input: torch.Tensor, weight: torch.Tensor, group_size: int = 1) -> Config:
-    """How ``product`` multiplies input [M, K] and weight [N, K].
+def product_config(
+    chain: Chain, input: torch.Tensor, weight: torch.Tensor, group_size: int = 1, result: torch.dtype | None = None
+) -> Config:
+    """How ``product`` multiplies input [M, K] and weight [N, K]; ``result`` is the dtype of what it stores.
 
     Where the chain normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds them.
     """
     if input.dtype == torch.float32 and runs_hopper_kernels(input.device):
         return LinearSplitConfig(precision.float32_parts())
     (M, K), N = input.shape, weight.shape[0]
-    return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device)
+    return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device, result)
 
 
 def fused_config(
-    chain: Chain, input: torch.Tensor, weight: torch.Tensor, group_size: int, biases: Sequence[torch.Tensor | None]
+    chain: Chain,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    group_size: int,
+    biases: Sequence[torch.Tensor | None],
+    result: torch.dtype | None = None,
 ) -> Config | None:
     """The config of the product's kernel where that does the whole chain; None where a second kernel has to.
 
@@ -44,7 +51,7 @@ def fused_config(
     too_wide = chain.reduction is not None and group_size > WIDEST_REDUCED_GROUP
     if too_wide or precision.multiplies_by_cublas(input, weight.shape[0], *biases):
         return None
-    config = product_config(chain, input, weight, group_size)
+    config = product_config(chain, input, weight, group_size, result)
     return config if config.holds_groups_of(group_size) else None
 
 
@@ -84,9 +91,13 @@ def _depth_contiguous(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def affine(
-    input: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor | None], shape: Sequence[int]
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor | None],
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """input [M, K] @ weight [N, K].T and the biases, in the input's dtype: M x N values in this shape.
+    """input [M, K] @ weight [N, K].T and the biases, in the input's dtype or this one: M x N values in this shape.
 
     The result is rounded once. Where cuBLAS multiplies, the sum of two biases is rounded too.
     """
@@ -99,9 +110,10 @@ def affine(
         if shift is not None:
             do(add_to, output, shift)
         return output
-    output = torch.empty(shape, dtype=input.dtype, device=input.device)
+    output = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
     chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
-    product(input, weight, chain, product_config(LINEAR, input, weight), given, output=rows_of(output))
+    config = product_config(LINEAR, input, weight, result=output.dtype)
+    product(input, weight, chain, config, given, output=rows_of(output))
     return output
 
 

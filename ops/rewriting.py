@@ -160,7 +160,9 @@ class _Growth:
         if kind == "minimum":
             return self._with_minimum(node, given)
         old, new = example(value), example(node)
-        if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
+        # Kernels compute in float32, so results of that dtype may follow values of another, as autocast's norms do.
+        is_tensor = isinstance(new, torch.Tensor) and new.dtype in (old.dtype, torch.float32)
+        if not is_tensor or new.shape != old.shape:
             return None
         if writes(node) and not (given["input"] is value and self._may_be_overwritten(node)):
             return None
@@ -213,9 +215,6 @@ class _Growth:
         tensor = example(operand)
         if not isinstance(tensor, torch.Tensor):
             return function(number(operand, example(value)))
-        values = example(value)
-        if tensor.dtype != values.dtype or tensor.device != values.device:
-            raise TypeError("PyTorch computes in another dtype")
         return Step(function(tensor).pointwise, operand)
 
     def _with_minimum(self, node: Node, given: dict[str, Any]) -> "_Growth | None":
@@ -291,15 +290,16 @@ def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
         with contextlib.ExitStack() as regions:
             for each in autocasts:
                 regions.enter_context(torch.autocast(*each))
-            text, result = _call(writer, growth)
-            result = _with_strides_of(writer, result, last)
+            dtype = _dtype_seen(growth)
+            text, result = _call(writer, growth, precision.name_of(dtype))
+            result = _with_strides_of(writer, result, last, dtype)
     except Exception as error:  # whatever the fake run refuses is left: compilation goes on as without this project
         _log.debug("a chain that ends at %s is left", last, exc_info=True)
         for node in growth.nodes:
             node.meta.setdefault(REFUSAL, str(error))
         writer.undo()
         return ""
-    if example(result).stride() == example(last).stride():
+    if example(result).stride() == example(last).stride() and example(result).dtype == example(last).dtype:
         result.meta["example_value"] = example(last)
     last.replace_all_uses_with(result)
     for node in reversed(growth.nodes):
@@ -307,8 +307,23 @@ def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
     return text
 
 
-def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
-    """The chain in words, and the node that has its result."""
+def _dtype_seen(growth: _Growth) -> torch.dtype:
+    """The dtype in which the result is used: that of the values, where autocast casts it back to that."""
+    last, dtype = growth.value, example(growth.start).dtype
+    return dtype if last.users and all(_casts(user, last, dtype) for user in last.users) else example(last).dtype
+
+
+def _casts(user: Node, value: Node, dtype: torch.dtype) -> bool:
+    """Whether autocast casts the value to this dtype before all that the user does with it: multiplication."""
+    if user.target is torch.ops.normfuse.chain.default:
+        text, row = user.args[:2]
+        return text.startswith(tuple(CONTRACTIONS)) and value not in row[2:] and text.endswith(f" {dtype}")
+    kind, _ = bound(user) or ("", {})
+    return kind in CONTRACTIONS and example(user).dtype == dtype
+
+
+def _call(writer: _Writer, growth: _Growth, dtype: str) -> tuple[str, Node]:
+    """The chain in words, and the node that has its result, of this dtype."""
     kind, norm = growth.norm or ("", {})
     given, input = growth.given, growth.given["input"]
     of_norm: tuple = (norm.get("weight"), norm.get("bias")) if kind else ()
@@ -358,7 +373,7 @@ def _call(writer: _Writer, growth: _Growth) -> tuple[str, Node]:
         chain, _, numbers = of_family.bind(*fakes, *steps)
         row = (*row, *_nodes(before), *of_norm, *_nodes(after), None)
     geometry = _geometry(growth) if growth.contraction not in ("", "linear") else ()
-    text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry)
+    text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype)
     result = writer.call(torch.ops.normfuse.chain.default, text, list(row), *rest)
     if in_rows:
         result = writer.call(torch.ops.aten.reshape_as.default, result, growth.given["input"])
@@ -396,10 +411,10 @@ def _geometry(growth: _Growth) -> tuple:
     return tuple(sizes.values())
 
 
-def _with_strides_of(writer: _Writer, result: Node, last: Node) -> Node:
+def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dtype) -> Node:
     """The result as it lies in PyTorch, where that is seen. Raises ValueError where it has another shape or dtype."""
     value, expected = example(result), example(last)
-    if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
+    if value.shape != expected.shape or value.dtype != dtype or value.device != expected.device:
         raise ValueError(f"the result is {value}, not {expected}")
     if value.stride() == expected.stride() or not any(_sees_strides(user, last, value) for user in last.users):
         return result

@@ -4,6 +4,7 @@ No GPU is needed: the launchers run on tensors of the "meta" device, and Triton 
 What L19 launches is compiled in ``tests/test_offline_compilation_images.py``.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -68,6 +69,7 @@ class Gemm:
     group_size: int = 1
     saved: bool = False
     config: LinearConfig | None = None
+    result: torch.dtype | None = None
 
     def __str__(self) -> str:
         text = f"{self.chain.kernel}-{self.dtype}-{self.m}x{self.n}x{self.k}-groups{self.group_size}"
@@ -77,12 +79,14 @@ class Gemm:
         sizes = self.m, self.n, self.k, self.group_size
         precision = "highest" if self.dtype == torch.float32 else None
         problem = Problem(self.chain.kernel, str(self.dtype).removeprefix("torch."), sizes, precision, None)
-        return self.config or kernel_of(problem.kernel).heuristic(problem, Gpu.of(META))
+        kernel, gpu = kernel_of(problem.kernel), Gpu.of(META)
+        config = self.config or kernel.heuristic(problem, gpu)
+        return config if self.result is None else kernel.storing(config, problem, gpu, self.result.itemsize)
 
     def launch(self) -> None:
         config = self.resolve()
         assert config.holds_groups_of(self.group_size)
-        output = self.empty(self.m, self.n)
+        output = self.empty(self.m, self.n).to(self.result or self.dtype)
         saved = self.empty(self.m, self.n) if self.saved else None
         if self.chain.reduction:
             tiles = -(-self.n // config.epilogue_columns)
@@ -196,6 +200,11 @@ UNTUNED = (
 )
 
 
+def _of_softplus(chain: Chain) -> int:
+    """Bytes a thread that 3.9 alone keeps of softplus, once a tile."""
+    return 656 if VERSION >= (3, 9) and activations.SOFTPLUS in chain.before else 0
+
+
 @pytest.mark.parametrize("m", [256, 1024, 4096])
 @pytest.mark.parametrize("chain", UNTUNED, ids=lambda chain: chain.kernel)
 def test_tiles_of_kin(chain, m):
@@ -208,11 +217,24 @@ def test_tiles_of_kin(chain, m):
         gemm = Gemm(chain, torch.bfloat16, *sizes, saved=saved, config=found.config)
         (compiled,) = compile_launches(gemm.launch, gpu.architecture)
         assert compiled.fits and "wgmma" in compiled.ptx
-        allowed = 96 if VERSION < (3, 7) else 64
-        if VERSION >= (3, 9) and activations.SOFTPLUS in chain.before:
-            allowed = 656  # once a tile; 3.9 alone keeps that much of softplus
+        allowed = _of_softplus(chain) or (96 if VERSION < (3, 7) else 64)
         allowed += more_spills(gpu.architecture)
         assert compiled.spilled_bytes <= allowed, (found.config, compiled.spilled_bytes)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("m", [16, 1024])
+@pytest.mark.parametrize("chain", UNTUNED, ids=lambda chain: chain.kernel)
+def test_results_in_float32(chain, m, arch):
+    """They are staged in twice the bytes, in as many strips and beside as many stages as fit."""
+    for saved, n in itertools.product((False, True), (4096, 4100)):
+        gemm = Gemm(chain, torch.bfloat16, m, n, 4096, 4 if chain.norm else 1, saved=saved, result=torch.float32)
+        (compiled,) = compile_launches(gemm.launch, arch)
+        assert compiled.fits
+        # Of rows that are not aligned, all of a tile's addresses are kept: once a tile.
+        allowed = _of_softplus(chain) or (288 if arch == 100 else 128)
+        allowed += more_spills(arch)
+        assert n == 4100 or compiled.spilled_bytes <= allowed
 
 
 @pytest.mark.parametrize("table, gemm", list(table_gemms()))

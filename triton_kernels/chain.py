@@ -136,18 +136,23 @@ class Chain:
         """Whether the channels are the values' last dimension. Else they are the second."""
         return has_rows(self.contraction, self.norm)
 
-    def of_dtype(self, dtype: torch.dtype) -> "Chain":
-        """The chain as precise as values of ``dtype`` are."""
-        return self._changed(lambda step: step.form(dtype))
+    def of_dtype(self, dtype: torch.dtype, result: torch.dtype | None = None) -> "Chain":
+        """The chain as precise as values of ``dtype`` are, and its result of this dtype or another."""
+        last = result or dtype
+        return self._changed(lambda step: step.form(dtype if self.norm else last), lambda step: step.form(last))
 
     @property
     def of_rows(self) -> "Chain":
         """The chain where a sample is a row, so that one value a channel of each sample is one a value."""
-        return self._changed(lambda step: step.with_operand("tensor") if step.operand == "sample" else step)
 
-    def _changed(self, change: Callable[[Pointwise], Pointwise]) -> "Chain":
-        """The chain with other functions, or itself where none is another."""
-        before, after = (tuple(map(change, steps)) for steps in (self.before, self.after))
+        def change(step: Pointwise) -> Pointwise:
+            return step.with_operand("tensor") if step.operand == "sample" else step
+
+        return self._changed(change, change)
+
+    def _changed(self, *changes: Callable[[Pointwise], Pointwise]) -> "Chain":
+        """The chain with other functions before and after the norm, or itself where none is another."""
+        before, after = (tuple(map(*each)) for each in zip(changes, (self.before, self.after), strict=True))
         return self if (before, after) == (self.before, self.after) else replace(self, before=before, after=after)
 
     @cached_property

@@ -251,6 +251,10 @@ def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
     return (tensor, *tensor.stride()), load_pointers
 
 
+def _may_describe(matrix: torch.Tensor, columns: int) -> bool:
+    return matrix.data_ptr() % 16 == columns * matrix.element_size() % 16 == 0
+
+
 def linear(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -280,8 +284,7 @@ def linear(
     by_descriptor = (
         output.shape == (M, N)
         and has_tensor_descriptors(output.device)
-        and N * output.element_size() % 16 == 0
-        and all(t is None or t.data_ptr() % 16 == 0 for t in (output, saved))  # type: ignore[union-attr]
+        and all(t is None or _may_describe(t, N) for t in (output, saved))  # type: ignore[arg-type]
     )
     if by_descriptor:
         tile = [config.block_m, config.stored_columns]
