@@ -98,23 +98,22 @@ def way(request, monkeypatch):
 
 
 def gradients(result, leaves):
-    gradient = drawn(*result.shape).to(result.dtype)
+    gradient = drawn(*result.shape).to(result)
     return torch.autograd.grad(result, leaves, gradient)
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name, dtype, way):
+def check_case(name, dtype, device):
     """No further from float64 than PyTorch is, where what is multiplied has 16 bits, and what follows is in float32."""
     chain, numbers, num_groups, shapes, plain = CASES[name]
-    row = [None if shape is None else drawn(*shape).to(dtype).float() for shape in shapes]
+    row = [None if shape is None else drawn(*shape).to(device, dtype).float() for shape in shapes]
     if not chain.contraction:
         row[0] = row[0].to(dtype)
     leaves = [each.requires_grad_() for each in row if each is not None]
     geometry = tuple(convolution.DEFAULTS.values()) if "conv" in chain.contraction else ()
     of_bias = () if chain.reduction else (None,)
-    with torch.autocast("cpu", dtype):
-        result = chain.apply((*row, *of_bias), numbers, num_groups, 1e-5, geometry, "float32")
+    with torch.autocast(device, dtype):
+        for _ in range(3):  # the third time as it was prepared
+            result = chain.apply((*row, *of_bias), numbers, num_groups, 1e-5, geometry, "float32")
     assert result.dtype == torch.float32
     ours = [result, *gradients(result, leaves)]
     assert [each.dtype for each in ours[1:]] == [each.dtype for each in leaves]
@@ -129,6 +128,19 @@ def test_values_and_gradients(name, dtype, way):
     for one, other, expected in zip(ours, theirs, exact, strict=True):
         allowed = ALLOWANCE * (other.double() - expected).norm() + FLOOR * expected.norm()
         assert (one.double() - expected).norm() <= allowed
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name, dtype, way):
+    check_case(name, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_on_a_gpu(name, dtype):
+    check_case(name, dtype, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +186,7 @@ ROWS, IMAGES = (16, 64), (2, 32, 16, 16)
         ((nn.GroupNorm(8, 32), nn.SiLU(), nn.MaxPool2d(2)), IMAGES, {"group_norm": FLOAT32}),
     ],
 )  # fmt: skip
-def test_under_autocast_on_a_gpu(layers, shape, dtypes):
+def test_dtypes_under_a_gpus_autocast(layers, shape, dtypes):
     """The dtype of each chain's result, and of the model's: what a GPU's autocast makes of fake tensors."""
     found = []
 
@@ -211,3 +223,34 @@ def on_fake_gpu(layer):
         for name, each in layer._parameters.items()
     }
     return copied
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("behind", ["fuse", "compile"])
+@pytest.mark.parametrize(
+    "layers, shape", [(LINEAR_NORM, ROWS), ((*LINEAR_NORM, nn.Linear(128, 8)), ROWS), (NORM_CONV, IMAGES)]
+)
+def test_training_on_a_gpu(layers, shape, behind):
+    """As PyTorch under autocast: the same dtypes, and errors against float64 that are no larger."""
+    plain = nn.Sequential(*copy.deepcopy(layers)).cuda()
+    exact, ours = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    if behind == "fuse":
+        ops.fuse(ours)
+    else:
+        ours = torch.compile(ours, backend="normfuse", fullgraph=True)
+    input = drawn(*shape).cuda()
+
+    def trained(model, dtype, autocasts=True):
+        given = input.to(dtype).requires_grad_()
+        for _ in range(2):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
+                result = model(given)
+        leaves = [given, *model.parameters()]
+        return [result, *gradients(result, leaves)]
+
+    expected = trained(exact, torch.float64, False)
+    results = trained(ours, torch.float32), trained(plain, torch.float32)
+    for one, other, value in zip(*results, expected, strict=True):
+        assert one.dtype == other.dtype
+        allowed = ALLOWANCE * (other.double() - value).norm() + FLOOR * value.norm()
+        assert (one.double() - value).norm() <= allowed
