@@ -201,13 +201,6 @@ class Chain(triton_kernels.chain.Chain):
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
 
-    def _apply_in_graph(self, row, lengths, result, scalars, num_groups, eps, sizes) -> Tensor:
-        given = iter(scalars)
-        numbers = tuple(tuple(next(given) for _ in range(length)) for length in lengths)
-        named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
-        geometry = tuple(first if name == "groups" else (first, second) for name, first, second in named)
-        return self._apply(row, numbers, num_groups, eps, geometry, result)
-
     def _apply_checked(self, row, numbers, num_groups, eps, geometry, result, key) -> Tensor:
         num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
         if tensor_parallel.is_distributed(*row):
@@ -354,14 +347,23 @@ def _in_pairs(geometry: tuple) -> list[int] | None:
     return [*itertools.chain(*pairs)] if are_pairs else None
 
 
-def _chain_operator(
-    text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]
-) -> Tensor:
-    name, *others = text.split(" | ")
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> tuple[Chain, list[int], str]:
+    """What a text of ``in_graph`` names: the chain, how many numbers each step has, the result's dtype."""
+    name, lengths, result, _ = text.split(" | ")
     if name not in by_text:
         raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
-    lengths = map(int, filter(None, others[0].split(",")))
-    return by_text[name]._apply_in_graph(tuple(row), lengths, others[1], scalars, num_groups, eps, sizes)
+    return by_text[name], list(map(int, filter(None, lengths.split(",")))), result
+
+
+def call_in_graph(text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]) -> Tensor:
+    """The operator ``normfuse::chain``, without the dispatcher."""
+    chain, lengths, result = _read(text)
+    given = iter(scalars)
+    numbers = tuple([tuple([next(given) for _ in range(length)]) for length in lengths])
+    named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
+    geometry = tuple([first if name == "groups" else (first, second) for name, first, second in named])
+    return chain._apply(tuple(row), numbers, num_groups, eps, geometry, result)
 
 
 torch.library.define(
@@ -369,7 +371,7 @@ torch.library.define(
     "(str chain, Tensor?[] row, float[] scalars, SymInt num_groups, float eps, SymInt[] sizes) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-torch.library.impl("normfuse::chain", "CompositeImplicitAutograd", _chain_operator)
+torch.library.impl("normfuse::chain", "CompositeImplicitAutograd", call_in_graph)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from ops import rewriting
+from ops.chain import call_in_graph
 from ops.submodules import has_global_hook
 
 
@@ -176,9 +177,13 @@ def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
     result = alive and alive.take(graph)
     for each in rewriting.graphs(graph):
         checkpoints = each.graph.find_nodes(op="call_function", target=_CHECKPOINT, sort=False)
-        if plain := [node for node in checkpoints if "context_fn" not in node.kwargs]:
-            for node in plain:
-                node.target, node.kwargs = _checkpoint, {}
+        plain = [node for node in checkpoints if "context_fn" not in node.kwargs]
+        for node in plain:
+            node.target, node.kwargs = _checkpoint, {}
+        chains = each.graph.find_nodes(op="call_function", target=torch.ops.normfuse.chain.default, sort=False)
+        for node in chains:
+            node.target = call_in_graph
+        if plain or chains:
             each.recompile()
     return result or graph.forward
 

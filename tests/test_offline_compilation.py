@@ -379,7 +379,8 @@ def row_minimum_launches(dtype, group_size):
         torch.empty(N, M, dtype=dtype, device=META), column, N // group_size, group_size, vector
     )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, vector, group_size)
-    row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, (vector,) * 3)
+    for gradients in (vector,) * 3, (None, vector, vector):
+        row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, gradients)
     row_minimum_backward.input_gradient(z_gradient, column, order, weight, input)
     row_minimum_backward.weight_gradient(z_gradient, order, offsets, input, weight)
 

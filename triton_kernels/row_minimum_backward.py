@@ -232,8 +232,8 @@ def column_gradients_kernel(
     z_gradient,  # [M, GROUP_SIZE]
     order,
     offsets,
-    bias_gradients,  # of the biases before the norm, which are the same: each [N] or None, as the next two
-    norm_weight_gradient,
+    bias_gradients,  # of the biases before the norm, which are the same: [N] each
+    norm_weight_gradient,  # [N] or None, as the next
     norm_bias_gradient,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -440,7 +440,7 @@ def column_gradients(
         z_gradient,
         order,
         offsets,
-        tuple(bias_gradients),
+        tuple(each for each in bias_gradients if each is not None),  # 3.6 takes no length of those with None
         norm_weight_gradient,
         norm_bias_gradient,
         GROUP_SIZE=group_size,

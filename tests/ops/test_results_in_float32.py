@@ -14,6 +14,7 @@ import ops
 from bench.checking import ALLOWANCE, FLOOR
 from ops import convolution, functions, precision
 from ops import pointwise as p
+from ops.backend import normfuse
 from ops.rewriting import rewrite
 from tests.ops.graphs import compiled, evaluated
 from triton_kernels.pointwise import ADD, MUL
@@ -237,7 +238,7 @@ def test_training_on_a_gpu(layers, shape, behind):
     if behind == "fuse":
         ops.fuse(ours)
     else:
-        ours = torch.compile(ours, backend="normfuse", fullgraph=True)
+        ours = torch.compile(ours, backend=normfuse, fullgraph=True)
     input = drawn(*shape).cuda()
 
     def trained(model, dtype, autocasts=True):
