@@ -416,27 +416,41 @@ def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dty
     value, expected = example(result), example(last)
     if value.shape != expected.shape or value.dtype != dtype or value.device != expected.device:
         raise ValueError(f"the result is {value}, not {expected}")
-    if value.stride() == expected.stride() or not any(_sees_strides(user, last, value) for user in last.users):
+    if value.stride() == expected.stride():
         return result
+    try:
+        for node, made in _made_of(last, value).items():
+            node.meta["example_value"] = made
+        return result
+    except Exception:  # so is what makes no tensor, or depends on sizes that no graph knows
+        _log.debug("the strides of %s are kept", last, exc_info=True)
     format = convolution.memory_format(expected) if expected.ndim == 4 else torch.contiguous_format
     if not expected.is_contiguous(memory_format=format):
         raise ValueError(f"the result lies as {value.stride()}, not {expected.stride()}")
     return writer.call(torch.ops.aten.contiguous.default, result, memory_format=format)
 
 
-def _sees_strides(user: Node, last: Node, value: torch.Tensor) -> bool:
-    """Whether what the user makes of the value may lie otherwise than what it makes of the last node's.
+#: How many nodes' values may lie otherwise than in PyTorch because one does.
+_MOST_OTHERWISE = 16
+
+
+def _made_of(last: Node, value: torch.Tensor) -> dict[Node, torch.Tensor]:
+    """The values that lie otherwise where a node's does. Raises ValueError where that is seen: by a view, or outside.
 
     A convolution's result, for one, lies as its weight does. (On a GPU, up to PyTorch 2.13, the group norm of
     channels_last images is contiguous, and the next layer's input.)
     """
-    if user.op != "call_function" or writes(user):
-        return True
-    arguments, options = map_arg((user.args, user.kwargs), lambda node: value if node is last else example(node))
-    try:
+    made, user = {last: value}, last
+    while (user := user.next).op != "root":
+        if not any(each in made for each in user.all_input_nodes):
+            continue
+        if user.op != "call_function" or writes(user) or len(made) > _MOST_OTHERWISE:
+            raise ValueError(f"{user} sees how its input lies")
+        arguments, options = map_arg((user.args, user.kwargs), lambda each: made.get(each, example(each)))
         with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            made = user.target(*arguments, **options)
-        return made is value or made._is_view() or made.stride() != example(user).stride()
-    except Exception:  # it makes no tensor, or sizes decide that no graph knows
-        _log.debug("the strides of what %s is given are kept", user, exc_info=True)
-        return True
+            result = user.target(*arguments, **options)
+        if any(result is each for each in made.values()) or result._is_view():
+            raise ValueError(f"{user} is a view")
+        if result.stride() != example(user).stride():
+            made[user] = result
+    return made

@@ -6,7 +6,9 @@ made of, rewriting its graph changes no value and no gradient beyond rounding.
 
 import linecache
 import math
+import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 
 from tests.ops.graphs import compiled
 
+#: With what the names of the programs' modules begin.
+PROGRAM = "random_program_"
 IS_EXHAUSTIVE = settings.get_current_profile_name() == "exhaustive"
 #: By what the values are: their shape, that of a weight, and that of what each channel has one of.
 SHAPES = {
@@ -80,13 +84,14 @@ def programs(draw) -> tuple[str, str]:
     return kind, f"{HELPER}\n\ndef model(x, y, w, v, u, s):\n{body}\n"
 
 
-def function_of(text):
-    """The program. Dynamo reads its lines."""
-    name = f"<program {abs(hash(text))}>"
+def function_of(text, called="model", **names):
+    """The program, or what else its text calls so, which may use ``names``. Dynamo reads its lines and its module."""
+    name = f"{PROGRAM}{abs(hash(text))}"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-    namespace = {"torch": torch, "F": F}
-    exec(compile(text, name, "exec"), namespace)
-    return namespace["model"]
+    module = sys.modules[name] = types.ModuleType(name)
+    vars(module).update(torch=torch, F=F, **names)
+    exec(compile(text, name, "exec"), vars(module))
+    return getattr(module, called)
 
 
 def evaluate(function, arguments):
@@ -150,5 +155,6 @@ def test_programs_have_chains():
 @pytest.fixture(autouse=True, scope="module")
 def without_lines():
     yield
-    for name in [name for name in linecache.cache if name.startswith("<program")]:
-        del linecache.cache[name]
+    for known in linecache.cache, sys.modules:
+        for name in [name for name in known if name.startswith(PROGRAM)]:
+            del known[name]

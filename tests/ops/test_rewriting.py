@@ -203,6 +203,8 @@ def test_channels_last():
     [
         (F.conv2d, 0),
         (lambda y, w: F.relu(F.conv2d(y, w)) + F.conv2d(y, w), 0),
+        (lambda y, w: F.conv2d(F.relu(y), w) + F.conv2d(F.silu(F.relu(y)), w), 0),
+        (lambda y, w: (F.conv2d(F.relu(y), w), F.silu(F.relu(y))), 1),
         (lambda y, w: (F.conv2d(y, w), y), 1),
         (lambda y, w: (F.conv2d(y, w), F.relu(y)), 1),
         (lambda y, w: (F.conv2d(y, w), y.flatten(1)), 1),
