@@ -39,7 +39,7 @@ def normfuse(
     """
     import torch._inductor  # which takes a second to import
 
-    found = rewriting.rewrite(module)
+    found = rewriting.rewrite(module, compiles=True)
     _log.info("%d chains in a graph of %d nodes", len(found), len(module.graph.nodes))
     for each in found:
         _log.info("%s, in the place of %s", each.chain, ", ".join(each.nodes))

@@ -42,6 +42,12 @@ _TRANSPOSING = ("getattr", "numpy_T", "t", "transpose", "permute", "swapaxes", "
 #: Whose functions write to no tensor, but for those in place and those that keep statistics in their arguments.
 _PURE = ("_operator", "builtins", "math", "torch", "torch._C._nn", "torch.nn.functional")
 _KEEPING = ("batch_norm", "instance_norm", "embedding", "moving_avg")
+#: Beside pointwise functions and norms.
+_ON_THE_WAY = {
+    *("mean", "sum", "min", "max", "amin", "amax", "minimum", "maximum", "logsumexp", "softmax", "log_softmax"),
+    *("dropout", "batch_norm", "instance_norm", "rms_norm", "exp", "log", "sqrt", "pow", "neg"),
+    *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "max_pool1d", "max_pool2d", "max_pool3d"),
+}
 _IN_PLACE = {
     getattr(operator, name)
     for name in ("setitem", "delitem", *(f"i{each}" for each in (
@@ -87,7 +93,8 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
         return None
     given.pop("inplace", None)  # as ``writes`` tells
     if kind == "dropout":
-        return ("same", given) if given.get("training", True) is False else None
+        is_off = given.get("training", True) is False or given.get("p") == 0
+        return ("same", given) if is_off else None
     if kind == "product":  # with a transposed matrix it is a linear layer
         matrix = _transposed(given.get("weight"))
         return matrix and ("linear", {"input": given["input"], "weight": matrix})
@@ -126,6 +133,13 @@ def writes(node: Node) -> bool:
         or bool(given.get("inplace"))
         or given.get("out") is not None
     )
+
+
+def is_computed_on_the_way(node: Node) -> bool:
+    """Whether a compiler computes what a node makes of a norm's result in the norm's own kernel."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    kind, _ = bound(node) or ("", {})
+    return name in _ON_THE_WAY or hasattr(pointwise, kind) or kind in NORMS
 
 
 def example(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ops import checks, convolution, family, functions, pointwise, precision
 from ops.chain import Chain
-from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, number, writes
+from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, is_computed_on_the_way, number, writes
 from ops.pointwise import Step
 
 _log = logging.getLogger(__name__)
@@ -46,11 +46,15 @@ class Rewritten:
     calls: tuple[str, ...] = ()
 
 
-def rewrite(module: GraphModule) -> tuple[Rewritten, ...]:
-    """Put one call in the place of each chain, in the module's graph and in those within it, such as a checkpoint's."""
+def rewrite(module: GraphModule, compiles: bool = False) -> tuple[Rewritten, ...]:
+    """Put one call in the place of each chain, in the module's graph and in those within it, such as a checkpoint's.
+
+    ``compiles``: whether a compiler gets the graph. Norms are left to it where all that uses their result is computed
+    in its kernel for the norm.
+    """
     found: list[Rewritten] = []
     for each in graphs(module):
-        of_graph = list(_rewrite_graph(each.graph))
+        of_graph = list(_rewrite_graph(each.graph, compiles))
         if of_graph:
             each.recompile()
         found += of_graph
@@ -62,7 +66,7 @@ def graphs(module: GraphModule) -> list[GraphModule]:
     return [each for each in module.modules() if isinstance(each, GraphModule)]
 
 
-def _rewrite_graph(graph: Graph) -> Iterator[Rewritten]:
+def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
     if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.nodes):
         return  # of torch.func, which does not know the chains
     surroundings = Surroundings.of(graph)
@@ -75,6 +79,8 @@ def _rewrite_graph(graph: Graph) -> Iterator[Rewritten]:
             starts = [_Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else _before(node, given)
             ends = (end for start in starts for end in start.ends() if end.is_whole and surroundings.allow(end.nodes))
             for end in ends:
+                if compiles and end.goes_on:
+                    break
                 if text := _put(graph, end, surroundings.autocasts[end.value]):
                     taken.update(end.nodes)
                     yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.nodes)))
@@ -135,6 +141,12 @@ class _Growth:
         """Whether it may end here: it is more than a contraction, and no value but the last is used elsewhere."""
         is_chain = self.norm is not None or (self.contraction == "linear" and len(self.steps) > 0)
         return is_chain and all(user in self.nodes for node in self.nodes[:-1] for user in node.users)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a compiler computes all that uses its result together with it: unless it multiplies, as Linear."""
+        users = self.value.users
+        return self.contraction != "linear" and len(users) > 0 and all(map(is_computed_on_the_way, users))
 
     def ends(self) -> list["_Growth"]:
         """It and all that it grows to, the longest first."""

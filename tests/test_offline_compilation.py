@@ -22,6 +22,7 @@ from ops.products import WIDEST_REDUCED_GROUP
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, by_architecture, more_spills, norm_configs
 from tests.triton_kernels.test_chain import CHAINS
 from triton_kernels import activations, arithmetic, chains, column_sums, group_norm, row_minimum, row_minimum_backward
+from triton_kernels.built_in import BUILT_IN
 from triton_kernels.chain import Chain, chain_of
 from triton_kernels.float32_split import LinearSplitConfig, SplitOperand, split
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
@@ -308,6 +309,15 @@ def test_split_products_with_operands(parts, name):
     chain, _ = CHAINS[name]
     kernels = compile_launches(lambda: split_product_launches(parts, chain, ("depth", "depth"), 64), 90)
     assert [kernel.name for kernel in kernels if kernel.fits] == ["linear_split_kernel", "linear_rest_kernel"]
+
+
+@pytest.mark.parametrize("norm", ["", "group_norm"])
+def test_split_products_take_every_function(norm):
+    """Gluon, in which they are written, has not all of Triton's language."""
+    functions = tuple(each for each in BUILT_IN if each.operand != "sample")
+    chain = Chain("linear", norm=norm, after=functions)
+    kernels = compile_launches(lambda: split_product_launches(2, chain, ("depth", "depth"), 64), 90)
+    assert [kernel.name for kernel in kernels] == ["linear_split_kernel", "linear_rest_kernel"]
 
 
 @by_architecture

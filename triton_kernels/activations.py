@@ -19,6 +19,7 @@ from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.pointwise import (
     Pointwise,
     exponential,
+    filled,
     hardtanh,
     hardtanh_gradient,
     polynomial,
@@ -265,7 +266,7 @@ def softplus(value, numbers):
     ))  # fmt: skip
     tail = 2.0 * w * (1.0 + (w * w) * ratio)
     total = tl.maximum(scaled, 0.0, propagate_nan=tl.PropagateNan.ALL) + tail
-    return tl.where(scaled > threshold, value, rounded_product(total, tl.full((), 1.0, tl.float32) / beta))
+    return tl.where(scaled > threshold, value, rounded_product(total, filled(total, 1.0) / beta))
 
 
 @triton.jit

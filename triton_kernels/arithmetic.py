@@ -8,7 +8,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from triton_kernels.pointwise import ADD, MUL, Pointwise, add, mul, rounded_product
+from triton_kernels.pointwise import ADD, MUL, Pointwise, add, filled, mul, rounded_product
 
 
 @triton.jit
@@ -59,13 +59,12 @@ def mul_number_gradient(gradient, value, numbers):
 
 @triton.jit
 def div_number(value, numbers):
-    """The number is added to -0, which leaves it as it is, though it be -0."""
-    return div(value, tl.zeros_like(value) * -1.0 + numbers[0])
+    return div(value, filled(value, numbers[0]))
 
 
 @triton.jit
 def div_number_gradient(gradient, value, numbers):
-    return div(gradient, tl.zeros_like(gradient) * -1.0 + numbers[0])
+    return div(gradient, filled(gradient, numbers[0]))
 
 
 SUB = Pointwise("sub", sub, sub_gradient, lambda value, operand: value - operand, "vector")

@@ -79,6 +79,12 @@ def identity(value, operand):
 
 
 @triton.jit
+def filled(like, number):
+    """The number as a tensor that lies in registers as another one does. (Gluon's ``full`` would ask for a layout.)"""
+    return tl.where(like == like, number, number)
+
+
+@triton.jit
 def nearest_tf32(value, operand):
     """``value`` (float32) rounded to TF32, which has ten bits of mantissa. Tensor cores would truncate, with twice the
     error.

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ops import fuse
+
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
@@ -49,6 +51,35 @@ def test_training(handed):
     for graph in handed.graphs:
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         assert len(names) == 3 and names[0] == "normfuse.chain.default"
+
+
+@pytest.mark.parametrize(
+    "layers, chains",
+    [
+        ((nn.GroupNorm(4, 8), nn.SiLU(), nn.MaxPool2d(2)), 0),
+        ((nn.LayerNorm(5), nn.Softmax(1)), 0),
+        ((nn.GroupNorm(4, 8), nn.BatchNorm2d(8)), 0),
+        ((nn.Conv2d(8, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)), 0),
+        ((nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 8, 3)), 1),
+        ((nn.GroupNorm(4, 8), nn.SiLU()), 1),
+        ((nn.Linear(5, 5), nn.Sigmoid(), nn.AvgPool2d(2)), 1),
+        ((nn.Linear(5, 5), nn.LayerNorm(5), nn.Softmax(-1)), 1),
+    ],
+    ids=str,
+)
+def test_what_inductor_goes_on_with(layers, chains, handed):
+    """What it would compute in its kernel for a norm is left to it, with the norm, and not in a graph that runs as it
+    is."""
+    layers = nn.Sequential(*layers)
+    images = torch.randn(2, 8, 5, 5)
+    torch.testing.assert_close(torch.compile(layers.eval(), backend="normfuse")(images), layers(images))
+    torch.compile(layers.train(), backend="normfuse")(images)
+    for graph in handed.graphs[:1] if chains else handed.graphs:
+        names = [str(node.target) for node in graph.graph.nodes]
+        assert names.count("normfuse.chain.default") == chains
+    report = fuse(layers)
+    layers(images)
+    assert len(report.chains) == 1
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

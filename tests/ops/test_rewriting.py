@@ -42,7 +42,12 @@ LAYERS = {
         ROWS,
         [f"{LINEAR} -> {AFFINE} -> mish"],
     ),
-    "dropout": (lambda: [linear(), nn.Dropout(0.0), nn.LayerNorm(32), nn.ELU(1.5)], ROWS, [f"{AFFINE} -> elu"]),
+    "dropout that is off": (
+        lambda: [linear(), nn.Dropout(0.0), nn.LayerNorm(32), nn.Dropout(0.9).eval(), nn.ELU(1.5)],
+        ROWS,
+        [f"{LINEAR} -> {AFFINE} -> elu"],
+    ),
+    "dropout of all": (lambda: [linear(), nn.Dropout(1.0), nn.LayerNorm(32), nn.ELU(1.5)], ROWS, [f"{AFFINE} -> elu"]),
     "linear": (lambda: [linear(), nn.LeakyReLU(0.2), nn.Linear(32, 8)], ROWS, [f"{LINEAR} -> leaky_relu"]),
     "convolution": (
         lambda: [nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()],
