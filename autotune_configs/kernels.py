@@ -307,7 +307,7 @@ class LinearKernel(Kernel):
 class GroupNormKernel(Kernel):
     size_names = ("m", "n", "group_size")
     ranges = {
-        "block_m": _powers(1, 32),
+        "block_m": _powers(1, 64),
         "block_columns": _powers(16, 8192),
         "num_warps": (1, 2, 4, 8, 16),
         "rows_per_program": _powers(1, 4096),
