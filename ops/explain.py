@@ -244,11 +244,22 @@ def _reason(node: Node, given: dict[str, Any]) -> str:
         return _other_dtype(dtype)
     if rewriting.REFUSAL in node.meta:
         return node.meta[rewriting.REFUSAL]
-    users = [str(getattr(user.target, "__name__", user.target)) for user in node.users if user.op != "output"]
-    if not users:
+    while len(node.users) == 1 and (bound(user := next(iter(node.users))) or ("",))[0] == "same":
+        node = user
+    users = [_name(user) for user in node.users]
+    if users in ([], ["the model's result"]):
         return "nothing follows it"
-    follows = f"{users[0]} follows" if len(users) == 1 else f"{', '.join(users)} use its result"
-    return f"{follows}, and there is no chain of that"
+    if len(users) > 1:
+        return f"its result is used more than once: by {', '.join(users)}"
+    return f"{users[0]} follows, and there is no chain of that"
+
+
+def _name(user: Node) -> str:
+    if user.op == "output":
+        return "the model's result"
+    if user.target is torch.ops.normfuse.chain.default:
+        return "another chain"
+    return str(getattr(user.target, "__name__", user.target))
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ops import convolution, pointwise
 
@@ -24,8 +25,11 @@ NORMS = {
 }
 #: Return their input where they are off.
 _DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout
-#: May return their input, or a view that is no other.
-_SAME = torch.flatten, "flatten", torch.reshape, "reshape", "view", "contiguous"
+#: May return their input, a view that is no other, or a copy in the same dtype.
+_SAME = (
+    *(torch.flatten, "flatten", torch.reshape, "reshape", "contiguous", torch.clone, "clone"),
+    *("to", "type", "type_as", "float", "half", "bfloat16", "view", "expand", operator.pos, "positive"),
+)
 #: Arithmetic as operators, and other names of functions.
 _ALSO = {
     "add": (operator.add, operator.iadd),
@@ -33,6 +37,12 @@ _ALSO = {
     "mul": (operator.mul, operator.imul, torch.multiply, "multiply"),
     "div": (operator.truediv, operator.itruediv, torch.divide, torch.true_divide, "divide", "true_divide"),
     "clamp": (torch.clip, "clip", "clip_"),
+}
+#: Functions that are others with some of their arguments: by target their names, with those of their arguments.
+_AS_OTHERS = {
+    **dict.fromkeys((torch.clamp_min, "clamp_min"), ("clamp", ("min",), {})),
+    **dict.fromkeys((torch.clamp_max, "clamp_max"), ("clamp", ("max",), {})),
+    **dict.fromkeys((operator.neg, torch.neg, torch.negative, "neg", "negative"), ("mul", (), {"other": -1.0})),
 }
 #: What a function may be given besides, if it is this.
 _WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
@@ -64,6 +74,9 @@ def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
     found |= {target: (kind, names) for kind, (targets, names) in NORMS.items() for target in targets}
     found |= dict.fromkeys((torch.min, "min"), ("minimum", ("dim", "keepdim")))
     found |= dict.fromkeys(_PRODUCTS, ("product", ("weight",)))
+    found |= {target: (kind, names) for target, (kind, names, _) in _AS_OTHERS.items()}
+    found |= dict.fromkeys((torch.addcmul, "addcmul"), ("addcmul", ("first", "second")))
+    found |= dict.fromkeys((torch.addmm, "addmm"), ("addmm", ("first", "second")))
     for kind in pointwise.__all__:
         if kind.islower() and kind not in ("apply", "earlier"):
             names = tuple(inspect.signature(getattr(pointwise, kind)).parameters)
@@ -84,11 +97,13 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
         return None
     kind, names = _PARAMETERS[node.target]
     given = {**dict(zip(("input", *names), node.args, strict=False)), **node.kwargs}
+    given |= _AS_OTHERS.get(node.target, ("", (), {}))[2]
     if kind == "same":
         return kind, {"input": node.args[0]} if node.args else given
     others = [name for name in _WITHOUT_EFFECT if name in given and name not in names]
     ineffective = all(given.pop(name) == _WITHOUT_EFFECT[name] for name in others)
-    known = len(node.args) <= 1 + len(names) and given.keys() <= {"input", *names}
+    names = ("input", *names, *_AS_OTHERS.get(node.target, ("", (), {}))[2])
+    known = len(node.args) <= len(names) and given.keys() <= {*names}
     if not (ineffective and known and "input" in given):
         return None
     given.pop("inplace", None)  # as ``writes`` tells
@@ -98,6 +113,10 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
     if kind == "product":  # with a transposed matrix it is a linear layer
         matrix = _transposed(given.get("weight"))
         return matrix and ("linear", {"input": given["input"], "weight": matrix})
+    if kind == "addmm":
+        matrix, shape = _transposed(given.get("second")), getattr(example(given["input"]), "shape", ())
+        is_bias = matrix and shape == example(matrix).shape[:1]
+        return ("linear", {"input": given["first"], "weight": matrix, "bias": given["input"]}) if is_bias else None
     return kind, given
 
 
@@ -120,7 +139,7 @@ def writes(node: Node) -> bool:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = _name(node)
     given: Any = node.kwargs
     with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature, a method's name neither
         given = inspect.signature(target).bind_partial(*node.args, **node.kwargs).arguments
@@ -135,11 +154,14 @@ def writes(node: Node) -> bool:
     )
 
 
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def is_computed_on_the_way(node: Node) -> bool:
     """Whether a compiler computes what a node makes of a norm's result in the norm's own kernel."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     kind, _ = bound(node) or ("", {})
-    return name in _ON_THE_WAY or hasattr(pointwise, kind) or kind in NORMS
+    return _name(node) in _ON_THE_WAY or hasattr(pointwise, kind) or kind in NORMS
 
 
 def example(value: Any) -> Any:
@@ -159,16 +181,40 @@ def number(value: Any, beside: torch.Tensor) -> float:
     return float(value)
 
 
+def memory(value: Any) -> int | None:
+    """What tells the memory of a node's value from that of others; None where it is no tensor.
+
+    A dropout may return its input, and its fake tensor does not.
+    """
+    while isinstance(value, Node) and "dropout" in _name(value) and value.all_input_nodes:
+        value = value.all_input_nodes[0]
+    tensor = example(value)
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+
+
+def _written(node: Node) -> set[int | None] | None:
+    """The memory that a node which ``writes`` may write to; None where it may do more than that."""
+    target, name = node.target, _name(node)
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    is_known = is_operator or isinstance(target, str) or getattr(target, "__module__", "") in _PURE
+    if node.op == "call_module" or not is_known or not node.all_input_nodes:
+        return None
+    keeps = is_operator or any(each in name for each in _KEEPING) or node.kwargs.get("out") is not None
+    found: list[Node] = []
+    map_arg(node.args[0] if node.args and not keeps else (node.args, node.kwargs), found.append)
+    return set(map(memory, found))
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What a graph's nodes do to one another beside their values.
 
     Attributes:
-        barriers: The nodes over which none is moved.
+        writing: What each node that writes may write to: memory, or None for anything.
         autocasts: By node the arguments of the autocast regions within the graph that it is in.
     """
 
-    barriers: frozenset[Node]
+    writing: dict[Node, set[int | None] | None]
     autocasts: dict[Node, tuple[tuple, ...]]
 
     @classmethod
@@ -176,7 +222,6 @@ class Surroundings:
         """Those in the graph as it is."""
         regions: dict[Node, tuple] = {}
         autocasts = {}
-        barriers = set()
         for node in graph.nodes:
             name = getattr(node.target, "__name__", "")
             if name == "_enter_autocast":
@@ -184,15 +229,25 @@ class Surroundings:
             elif name == "_exit_autocast":
                 regions.pop(node.args[0], None)
             autocasts[node] = tuple(regions.values())
-            if writes(node):
-                barriers.add(node)
-        return cls(frozenset(barriers), autocasts)
+        return cls({node: _written(node) for node in graph.nodes if writes(node)}, autocasts)
 
     def allow(self, nodes: tuple[Node, ...]) -> bool:
-        """Whether these may all be computed where the last of them is."""
-        node, own = nodes[0], set(nodes)
-        while node is not nodes[-1]:
+        """Whether these may all be computed where the last of them is, from what they take.
+
+        Nothing that one of them takes may be written to afterwards: behind the last of them, what is kept of it for the
+        backward pass would be written to, too.
+        """
+        own = set(nodes)
+        taken: set[int | None] = set()
+        node, last, is_behind = nodes[0], nodes[-1], False
+        while node.op != "output" and (not is_behind or example(last).requires_grad):
+            if node in self.writing and node not in own:
+                written = self.writing[node]
+                if taken & (written or set()) or (written is None and not is_behind):
+                    return False
+            if node in own:
+                taken |= {memory(each) for each in (node, *node.all_input_nodes)} - {None}
+            if node is last:
+                is_behind, taken = True, taken - {memory(last)}
             node = node.next
-            if node in self.barriers and node not in own:
-                return False
         return True

@@ -10,16 +10,17 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ops import checks, convolution, family, functions, pointwise, precision
+from ops import convolution, family, functions, precision
 from ops.chain import Chain
-from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, is_computed_on_the_way, number, writes
+from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, writes
+from ops.growth import Growth, beginnings
 from ops.pointwise import Step
 
 _log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ _log = logging.getLogger(__name__)
 _FAMILIES = {(each.contraction, each.norm): each for each in family.FAMILIES}
 #: By this name a node's ``meta`` says why the longest chain with it was refused.
 REFUSAL = "normfuse_refusal"
-#: How many steps before its norm a chain without a contraction may begin.
-_FARTHEST = 16
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ def graphs(module: GraphModule) -> list[GraphModule]:
 def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
     if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.nodes):
         return  # of torch.func, which does not know the chains
+    for node in graph.nodes:
+        _without_shapes(node)
     surroundings = Surroundings.of(graph)
     taken: set[Node] = set()
     for kinds in CONTRACTIONS, NORMS:
@@ -76,15 +77,25 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
             kind, given = (node not in taken and bound(node)) or ("", {})
             if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES:
                 continue
-            starts = [_Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else _before(node, given)
-            ends = (end for start in starts for end in start.ends() if end.is_whole and surroundings.allow(end.nodes))
-            for end in ends:
+            starts = [Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else beginnings(node, given)
+            for end in (end for start in starts for end in start.ends() if end.is_whole):
                 if compiles and end.goes_on:
                     break
+                if not surroundings.allow(end.nodes):
+                    node.meta.setdefault(REFUSAL, "something writes to a tensor that the chain would keep")
+                    continue
                 if text := _put(graph, end, surroundings.autocasts[end.value]):
                     taken.update(end.nodes)
-                    yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.nodes)))
+                    yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.own_nodes)))
                     break
+
+
+def _without_shapes(node: Node) -> None:
+    """Let a method that takes another tensor for its shape alone take the shape, where that is known."""
+    if node.op == "call_method" and node.target in ("expand_as", "view_as") and len(node.args) == 2:
+        shape = example(node.args[1]).shape
+        if all(type(size) is int for size in shape):
+            node.target, node.args = str(node.target)[:-3], (node.args[0], *shape)
 
 
 def calls(node: Node) -> tuple[str, ...]:
@@ -96,168 +107,6 @@ def _common(each_nodes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """What all begin with."""
     alike = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*each_nodes, strict=False))
     return tuple(keys[0] for keys in alike)
-
-
-@dataclass
-class _Growth:
-    """A chain that grows by a node at a time.
-
-    Attributes:
-        start: Its contraction, or its input where it has none.
-        contraction: Its contraction's name, or "".
-        given: What the contraction is given.
-        path: Nodes that it is to pass, where there are others.
-        nodes: All of it.
-        before: The steps before the norm.
-        steps: Those since, or all where there is no norm.
-        norm: The norm's name, and what it is given.
-        bias: What is added to the row minimum, in a tuple, where there is one.
-        places: By node how many steps had made its value.
-    """
-
-    start: Node
-    contraction: str
-    given: dict[str, Any]
-    path: frozenset[Node] = frozenset()
-    nodes: tuple[Node, ...] = ()
-    before: tuple[Step, ...] = ()
-    steps: tuple[Step, ...] = ()
-    norm: tuple[str, dict[str, Any]] | None = None
-    bias: tuple[Any, ...] = ()
-    places: dict[Node, int] = field(default_factory=dict)
-
-    @classmethod
-    def of_contraction(cls, node: Node, kind: str, given: dict[str, Any]) -> "_Growth":
-        """A contraction alone."""
-        return cls(node, kind, given, nodes=(node,), places={node: 0})
-
-    @property
-    def value(self) -> Node:
-        """The last one."""
-        return self.nodes[-1] if self.nodes else self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it may end here: it is more than a contraction, and no value but the last is used elsewhere."""
-        is_chain = self.norm is not None or (self.contraction == "linear" and len(self.steps) > 0)
-        return is_chain and all(user in self.nodes for node in self.nodes[:-1] for user in node.users)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a compiler computes all that uses its result together with it: unless it multiplies, as Linear."""
-        users = self.value.users
-        return self.contraction != "linear" and len(users) > 0 and all(map(is_computed_on_the_way, users))
-
-    def ends(self) -> list["_Growth"]:
-        """It and all that it grows to, the longest first."""
-        found = [self]
-        while found[-1].value.users:
-            users = sorted(user for user in found[-1].value.users if user not in found[-1].nodes)
-            node = next((user for user in users if user in self.path), users[0] if users else None)
-            kind, given = (node is not None and bound(node)) or ("", {})
-            try:
-                grown = kind and found[-1]._with(node, kind, given)
-            except Exception:  # of its arguments, or of sizes that no graph knows
-                _log.debug("%s ends a chain", node, exc_info=True)
-                break
-            if not grown:
-                break
-            found.append(grown)
-        return found[::-1]
-
-    def _with(self, node: Node, kind: str, given: dict[str, Any]) -> "_Growth | None":
-        value, nodes = self.value, (*self.nodes, node)
-        if self.bias:
-            return self._with_bias(node, kind, given) if self.bias == (None,) else None
-        if kind == "minimum":
-            return self._with_minimum(node, given)
-        old, new = example(value), example(node)
-        # Kernels compute in float32, so results of that dtype may follow values of another, as autocast's norms do.
-        is_tensor = isinstance(new, torch.Tensor) and new.dtype in (old.dtype, torch.float32)
-        if not is_tensor or new.shape != old.shape:
-            return None
-        if writes(node) and not (given["input"] is value and self._may_be_overwritten(node)):
-            return None
-        places = {**self.places, node: len(self.steps)}
-        if kind in NORMS:
-            if self.norm or given["input"] is not value:
-                return None
-            return replace(self, nodes=nodes, before=self.steps, steps=(), norm=(kind, given), places={node: 0})
-        if kind == "same":
-            is_same = given["input"] is value and new.stride() == old.stride()
-            return replace(self, nodes=nodes, places=places) if is_same else None
-        added = self._steps(kind, given, value)
-        places[node] = len(self.steps) + len(added)
-        return replace(self, nodes=nodes, steps=(*self.steps, *added), places=places) if added else None
-
-    def _may_be_overwritten(self, node: Node) -> bool:
-        """Whether nothing else sees that this node writes into the last value."""
-        is_own = self.contraction or self.norm or self.steps
-        earlier = (self.start, *self.nodes) if self.contraction else self.nodes
-        return bool(is_own) and all(user <= node for each in earlier for user in each.users)
-
-    def _steps(self, kind: str, given: dict[str, Any], value: Node) -> tuple[Step, ...]:
-        """What the function does to the value, or nothing."""
-        function = getattr(pointwise, kind, None)
-        first = given.pop("input")
-        if function is None:
-            return ()
-        if "other" not in given:
-            text = {name: each for name, each in given.items() if isinstance(each, str) or each is None}
-            numbers = {name: number(each, example(value)) for name, each in given.items() if name not in text}
-            return (function(**numbers, **text),) if first is value else ()
-        other = given["other"]
-        if first is other:
-            return (pointwise.mul(2.0),) if kind == "add" else ()
-        if first is value:
-            return (self._with_operand(function, other, value),)
-        if kind in ("add", "mul"):
-            return (self._with_operand(function, first, value),)
-        if kind == "sub" and not self._has(first):  # -value + first is exactly the same
-            return pointwise.mul(-1.0), self._with_operand(pointwise.add, first, value)
-        return ()
-
-    def _has(self, value: Any) -> bool:
-        return isinstance(value, Node) and (value in self.places or value in self.nodes)
-
-    def _with_operand(self, function: Any, operand: Any, value: Node) -> Step:
-        """The step with a node in the place of a tensor."""
-        if self._has(operand):
-            return function(pointwise.earlier(len(self.steps) - self.places[operand]))
-        tensor = example(operand)
-        if not isinstance(tensor, torch.Tensor):
-            return function(number(operand, example(value)))
-        return Step(function(tensor).pointwise, operand)
-
-    def _with_minimum(self, node: Node, given: dict[str, Any]) -> "_Growth | None":
-        """The minimum of each row by PyTorch's function that gives its index too, which must not be used."""
-        readers = list(node.users)
-        follows = self.contraction == "linear" and self.norm and not (self.before or self.steps)
-        asked = given.get("dim") in (1, -1) and given.get("keepdim") is True and given["input"] is self.value
-        if not (follows and asked and len(readers) == 1 and readers[0].args[1:] == (0,)):
-            return None
-        return replace(self, nodes=(*self.nodes, node, readers[0]), bias=(None,))
-
-    def _with_bias(self, node: Node, kind: str, given: dict[str, Any]) -> "_Growth | None":
-        bias = next((each for each in given.values() if each is not self.value), None)
-        shape: tuple[int, ...] = getattr(example(bias), "shape", ())
-        fits = kind == "add" and not writes(node) and checks.is_channel_axis(shape)
-        return replace(self, nodes=(*self.nodes, node), bias=(bias,)) if fits else None
-
-
-def _before(norm: Node, given: dict[str, Any]) -> Iterator[_Growth]:
-    """Beginnings of chains without a contraction that have this norm, those that begin the farthest from it first."""
-    found = [_Growth(given["input"], "", {}, frozenset([norm]))]
-    while len(found) < _FARTHEST:
-        node = found[-1].start
-        kind, given = bound(node) or ("", {})
-        if not (kind == "same" or hasattr(pointwise, kind)):
-            break
-        arguments: tuple[Any, ...] = given["input"], given.get("other")
-        operands = [each for each in arguments if isinstance(example(each), torch.Tensor)]
-        found.append(replace(found[-1], start=max(operands), path=found[-1].path | {node}))
-    for each in found[::-1]:
-        yield replace(each, given={"input": each.start}, places={each.start: 0})
 
 
 # What takes a chain's place
@@ -295,7 +144,7 @@ class _Writer:
             self.graph.erase_node(node)
 
 
-def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
+def _put(graph: Graph, growth: Growth, autocasts: tuple[tuple, ...]) -> str:
     """Put a call in the place of the chain. Returns the chain in words, or "" where it is left as it is."""
     last, writer = growth.value, _Writer(graph, growth.value)
     try:
@@ -319,7 +168,7 @@ def _put(graph: Graph, growth: _Growth, autocasts: tuple[tuple, ...]) -> str:
     return text
 
 
-def _dtype_seen(growth: _Growth) -> torch.dtype:
+def _dtype_seen(growth: Growth) -> torch.dtype:
     """The dtype in which the result is used: that of the values, where autocast casts it back to that."""
     last, dtype = growth.value, example(growth.start).dtype
     return dtype if last.users and all(_casts(user, last, dtype) for user in last.users) else example(last).dtype
@@ -334,7 +183,7 @@ def _casts(user: Node, value: Node, dtype: torch.dtype) -> bool:
     return kind in CONTRACTIONS and example(user).dtype == dtype
 
 
-def _call(writer: _Writer, growth: _Growth, dtype: str) -> tuple[str, Node]:
+def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     """The chain in words, and the node that has its result, of this dtype."""
     kind, norm = growth.norm or ("", {})
     given, input = growth.given, growth.given["input"]
@@ -413,7 +262,7 @@ def _kind(shape: torch.Size, values: torch.Size, axes: range, is_last: bool) -> 
     raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
 
 
-def _geometry(growth: _Growth) -> tuple:
+def _geometry(growth: Growth) -> tuple:
     """A convolution's, in the order of ``convolution.DEFAULTS``."""
     sizes: dict[str, Any] = {name: growth.given.get(name, default) for name, default in convolution.DEFAULTS.items()}
     if growth.contraction == "conv2d":

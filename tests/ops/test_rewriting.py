@@ -235,6 +235,38 @@ def test_strides_that_are_seen(then, copies):
     torch.testing.assert_close(results, function(images, weight))
 
 
+def in_place_elsewhere(x, w, v):
+    """What is written to is no value of the chain's, or comes before it is taken."""
+    z = F.linear(x, w)
+    other = torch.zeros(3)
+    other[1] = 2
+    bias = (v * 2).add_(1)
+    return F.group_norm(z + bias, 4), F.relu(other, inplace=True)
+
+
+SPELLED = {
+    "casts": (lambda x, w, v: F.layer_norm(F.linear(x, w).float(), (32,)).type_as(x).to(v.dtype).relu(),
+              [f"{LINEAR} -> {AFFINE} -> relu"]),
+    "clones": (lambda x, w, v: F.relu(+F.layer_norm(F.linear(x, w).clone(), (32,))), [f"{LINEAR} -> {AFFINE} -> relu"]),
+    "in place elsewhere": (in_place_elsewhere, [f"{LINEAR} -> add -> {AFFINE}"]),
+    "expand_as": (lambda x, w, v: (lambda n: F.relu(v.expand_as(n) * n))(F.linear(x, w)),
+                  [f"{LINEAR} -> mul tensor -> relu"]),
+    "addcmul": (lambda x, w, v: torch.addcmul(v, F.layer_norm(F.linear(x, w), (32,)), v + 1),
+                [f"{LINEAR} -> {AFFINE} -> mul -> add"]),
+    "addmm": (lambda x, w, v: torch.addmm(v, x, w.t()).relu(), [f"{LINEAR} -> relu"]),
+    "negative": (lambda x, w, v: F.silu(-F.linear(x, w)), [f"{LINEAR} -> mul numbers -> silu"]),
+    "clamp_min": (lambda x, w, v: F.linear(x, w).clamp_min(0.1).clamp_max(0.5), [f"{LINEAR} -> clamp -> clamp"]),
+    "hard swish": (lambda x, w, v: (lambda h: h * F.relu6(h + 3, inplace=True) / 6)(F.linear(x, w)),
+                   [f"{LINEAR} -> add numbers -> relu6 -> mul earlier 2 -> div numbers"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_spellings(name):
+    function, expected = SPELLED[name]
+    check(function, [draw(*ROWS), draw(*WEIGHT), draw(32)], expected)
+
+
 def test_checkpoint():
     block = seeded(Block)
     check(lambda x, t: checkpoint(block, x, t, use_reentrant=False), [draw(*IMAGES), draw(2, 16)], BLOCK)

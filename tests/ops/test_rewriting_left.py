@@ -20,6 +20,28 @@ def written_between(x, w, v):
     return F.group_norm(z + v, 4)
 
 
+def written_behind(x, w, v):
+    """PyTorch keeps no summand for the backward pass."""
+    h = x.flip(0).repeat(1, 2)
+    y = F.relu(F.linear(x, w))
+    h += F.silu(y + h)
+    return h
+
+
+def input_written_behind(x, w, v):
+    x = x * 1
+    x += F.group_norm(x + 1, 4)
+    return x
+
+
+def alias_written_between(x, w, v):
+    """A dropout that is off returns its input."""
+    y = F.group_norm(x, 2)
+    z = F.linear(y, w.detach())
+    F.dropout(y, 0.5, False).add_(1)
+    return z + v
+
+
 def bias_written_between(x, w, v):
     z = F.linear(x, w, v)
     v.add_(1)
@@ -91,9 +113,12 @@ def output_is_written(x, w, v):
 
 #: name → (function of input, weight and a vector; the chains)
 LEFT = {
-    "vector is written": (written_between, [f"add -> {AFFINE}"]),
+    "vector is written before": (written_between, [f"{LINEAR} -> add -> {AFFINE}"]),
+    "operand is written behind": (written_behind, [f"{LINEAR} -> relu"]),
+    "input is written behind": (input_written_behind, [AFFINE]),
+    "alias is written": (alias_written_between, [AFFINE]),
     "bias is written": (bias_written_between, []),
-    "element is set": (set_between, [f"{LINEAR} -> {AFFINE}"]),
+    "element is set before": (set_between, [f"{LINEAR} -> {AFFINE} -> add"]),
     "value is written and read": (written_and_read, [f"{AFFINE} -> add tensor"]),
     "another is written": (added_to_another, [f"{LINEAR} -> {AFFINE}"]),
     "view is written": (view_is_written, [f"{LINEAR} -> {AFFINE}"]),

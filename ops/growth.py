@@ -1,0 +1,190 @@
+"""How a chain grows in a graph of PyTorch's operations: from its contraction, or from some steps before its norm, by a
+node at a time, while each value is used by the next steps alone."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ops import checks, pointwise
+from ops.graph_nodes import NORMS, bound, example, is_computed_on_the_way, memory, number, writes
+from ops.pointwise import Step
+
+_log = logging.getLogger(__name__)
+
+#: How many steps before its norm a chain without a contraction may begin.
+_FARTHEST = 16
+
+
+@dataclass
+class Growth:
+    """A chain that grows by a node at a time.
+
+    Attributes:
+        start: Its contraction, or its input where it has none.
+        contraction: Its contraction's name, or "".
+        given: What the contraction is given.
+        path: Nodes that it is to pass, where there are others.
+        nodes: All of it.
+        before: The steps before the norm.
+        steps: Those since, or all where there is no norm.
+        norm: The norm's name, and what it is given.
+        bias: What is added to the row minimum, in a tuple, where there is one.
+        places: By node how many steps had made its value.
+    """
+
+    start: Node
+    contraction: str
+    given: dict[str, Any]
+    path: frozenset[Node] = frozenset()
+    nodes: tuple[Node, ...] = ()
+    before: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()
+    norm: tuple[str, dict[str, Any]] | None = None
+    bias: tuple[Any, ...] = ()
+    places: dict[Node, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_contraction(cls, node: Node, kind: str, given: dict[str, Any]) -> "Growth":
+        """A contraction alone."""
+        return cls(node, kind, given, nodes=(node,), places={node: 0})
+
+    @property
+    def value(self) -> Node:
+        """The last one."""
+        return self.nodes[-1] if self.nodes else self.start
+
+    @property
+    def own_nodes(self) -> tuple[Node, ...]:
+        """All of it but what changes nothing at its end, such as a dropout that is off."""
+        steps = [place for place, node in enumerate(self.nodes, 1) if (bound(node) or ("",))[0] != "same"]
+        return self.nodes[: max(steps, default=0)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may end here: it is more than a contraction, and no value but the last is used elsewhere."""
+        is_chain = self.norm is not None or (self.contraction == "linear" and len(self.steps) > 0)
+        return is_chain and all(user in self.nodes for node in self.nodes[:-1] for user in node.users)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a compiler computes all that uses its result together with it: unless it multiplies, as Linear."""
+        users = self.value.users
+        return self.contraction != "linear" and len(users) > 0 and all(map(is_computed_on_the_way, users))
+
+    def ends(self) -> list["Growth"]:
+        """It and all that it grows to, the longest first."""
+        found = [self]
+        while found[-1].value.users:
+            users = sorted(user for user in found[-1].value.users if user not in found[-1].nodes)
+            node = next((user for user in users if user in self.path), users[0] if users else None)
+            kind, given = (node is not None and bound(node)) or ("", {})
+            try:
+                grown = kind and found[-1]._with(node, kind, given)
+            except Exception:  # of its arguments, or of sizes that no graph knows
+                _log.debug("%s ends a chain", node, exc_info=True)
+                break
+            if not grown:
+                break
+            found.append(grown)
+        return found[::-1]
+
+    def _with(self, node: Node, kind: str, given: dict[str, Any]) -> "Growth | None":
+        value, nodes = self.value, (*self.nodes, node)
+        if self.bias:
+            return self._with_bias(node, kind, given) if self.bias == (None,) else None
+        if kind == "minimum":
+            return self._with_minimum(node, given)
+        old, new = example(value), example(node)
+        # Kernels compute in float32, so results of that dtype may follow values of another, as autocast's norms do.
+        is_tensor = isinstance(new, torch.Tensor) and new.dtype in (old.dtype, torch.float32)
+        if not is_tensor or new.shape != old.shape:
+            return None
+        if writes(node) and not (given["input"] is value and self._may_be_overwritten(value, node)):
+            return None
+        places = {**self.places, node: len(self.steps)}
+        if kind in NORMS:
+            if self.norm or given["input"] is not value:
+                return None
+            return replace(self, nodes=nodes, before=self.steps, steps=(), norm=(kind, given), places={node: 0})
+        if kind == "same":
+            is_same = given["input"] is value and new.stride() == old.stride()
+            return replace(self, nodes=nodes, places=places) if is_same else None
+        added = self._steps(kind, given, value)
+        places[node] = len(self.steps) + len(added)
+        return replace(self, nodes=nodes, steps=(*self.steps, *added), places=places) if added else None
+
+    def _may_be_overwritten(self, value: Node, node: Node) -> bool:
+        """Whether nothing else sees that this node writes into the last value."""
+        own = [each for each in self.nodes if memory(each) == memory(value)]
+        is_own = value in own and (self.contraction or memory(value) != memory(self.start))
+        return bool(is_own) and all(user <= node for each in own for user in each.users)
+
+    def _steps(self, kind: str, given: dict[str, Any], value: Node) -> tuple[Step, ...]:
+        """What the function does to the value, or nothing."""
+        first = given.pop("input")
+        if kind == "addcmul" and value in given.values():
+            factor = given["second"] if given["first"] is value else given["first"]
+            return self._with_operand(pointwise.mul, factor, value), self._with_operand(pointwise.add, first, value)
+        function = getattr(pointwise, kind, None)
+        if function is None:
+            return ()
+        if "other" not in given:
+            text = {name: each for name, each in given.items() if isinstance(each, str) or each is None}
+            numbers = {name: number(each, example(value)) for name, each in given.items() if name not in text}
+            return (function(**numbers, **text),) if first is value else ()
+        other = given["other"]
+        if first is other:
+            return (pointwise.mul(2.0),) if kind == "add" else ()
+        if first is value:
+            return (self._with_operand(function, other, value),)
+        if kind in ("add", "mul"):
+            return (self._with_operand(function, first, value),)
+        if kind == "sub" and not self._has(first):  # -value + first is exactly the same
+            return pointwise.mul(-1.0), self._with_operand(pointwise.add, first, value)
+        return ()
+
+    def _has(self, value: Any) -> bool:
+        return isinstance(value, Node) and (value in self.places or value in self.nodes)
+
+    def _with_operand(self, function: Any, operand: Any, value: Node) -> Step:
+        """The step with a node in the place of a tensor."""
+        if self._has(operand):
+            return function(pointwise.earlier(len(self.steps) - self.places[operand]))
+        tensor = example(operand)
+        if not isinstance(tensor, torch.Tensor):
+            return function(number(operand, example(value)))
+        return Step(function(tensor).pointwise, operand)
+
+    def _with_minimum(self, node: Node, given: dict[str, Any]) -> "Growth | None":
+        """The minimum of each row by PyTorch's function that gives its index too, which must not be used."""
+        readers = list(node.users)
+        follows = self.contraction == "linear" and self.norm and not (self.before or self.steps)
+        asked = given.get("dim") in (1, -1) and given.get("keepdim") is True and given["input"] is self.value
+        if not (follows and asked and len(readers) == 1 and readers[0].args[1:] == (0,)):
+            return None
+        return replace(self, nodes=(*self.nodes, node, readers[0]), bias=(None,))
+
+    def _with_bias(self, node: Node, kind: str, given: dict[str, Any]) -> "Growth | None":
+        bias = next((each for each in given.values() if each is not self.value), None)
+        shape: tuple[int, ...] = getattr(example(bias), "shape", ())
+        fits = kind == "add" and not writes(node) and checks.is_channel_axis(shape)
+        return replace(self, nodes=(*self.nodes, node), bias=(bias,)) if fits else None
+
+
+def beginnings(norm: Node, given: dict[str, Any]) -> Iterator[Growth]:
+    """Beginnings of chains without a contraction that have this norm, those that begin the farthest from it first."""
+    found = [Growth(given["input"], "", {}, frozenset([norm]))]
+    while len(found) < _FARTHEST:
+        node = found[-1].start
+        kind, given = bound(node) or ("", {})
+        if not (kind == "same" or hasattr(pointwise, kind)):
+            break
+        arguments: tuple[Any, ...] = given["input"], given.get("other")
+        operands = [each for each in arguments if isinstance(example(each), torch.Tensor)]
+        found.append(replace(found[-1], start=max(operands), path=found[-1].path | {node}))
+    for each in found[::-1]:
+        yield replace(each, given={"input": each.start}, places={each.start: 0})
