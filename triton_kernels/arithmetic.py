@@ -5,6 +5,7 @@ All but products with a tensor end rounded, as ``rounded_product`` says. A chain
 
 from dataclasses import replace
 
+import torch
 import triton
 import triton.language as tl
 
@@ -67,12 +68,37 @@ def div_number_gradient(gradient, value, numbers):
     return div(gradient, filled(gradient, numbers[0]))
 
 
+@triton.jit
+def coarse_div_number(value, numbers):
+    """value times the number's reciprocal, within two units of float32, whatever the number is.
+
+    One beyond 2**±100 is brought nearer to 1 first: its reciprocal may be no normal number.
+    """
+    number = filled(value, numbers[0])
+    size = tl.abs(number)
+    scale = tl.where(size < 7.888609052210118e-31, 1.8446744073709552e19, 1.0)
+    scale = tl.where((size > 1.2676506002282294e30) & (size != float("inf")), 5.421010862427522e-20, scale)
+    return rounded_product(value * (1.0 / (number * scale)), scale)
+
+
+@triton.jit
+def coarse_div_number_gradient(gradient, value, numbers):
+    return coarse_div_number(gradient, numbers)
+
+
 SUB = Pointwise("sub", sub, sub_gradient, lambda value, operand: value - operand, "vector")
 DIV = Pointwise("div", div, div_gradient, lambda value, operand: value / operand, "vector")
 ADD_NUMBER = Pointwise("add", add_number, shift_gradient, lambda value, numbers: value + numbers[0], "numbers")
 SUB_NUMBER = Pointwise("sub", sub_number, shift_gradient, lambda value, numbers: value - numbers[0], "numbers")
 MUL_NUMBER = Pointwise("mul", mul_number, mul_number_gradient, lambda value, numbers: value * numbers[0], "numbers")
-DIV_NUMBER = Pointwise("div", div_number, div_number_gradient, lambda value, numbers: value / numbers[0], "numbers")
+DIV_NUMBER = Pointwise(
+    "div",
+    div_number,
+    div_number_gradient,
+    lambda value, numbers: value / numbers[0],
+    "numbers",
+    forms=tuple((dtype, coarse_div_number, coarse_div_number_gradient) for dtype in (torch.bfloat16, torch.float16)),
+)
 
 
 #: By an operand: numbers, and each kind of tensor.

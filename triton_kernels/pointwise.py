@@ -81,7 +81,7 @@ def identity(value, operand):
 @triton.jit
 def filled(like, number):
     """The number as a tensor that lies in registers as another one does. (Gluon's ``full`` would ask for a layout.)"""
-    return tl.where(like == like, number, number)
+    return tl.where(like == like, number, number).to(tl.float32)
 
 
 @triton.jit
