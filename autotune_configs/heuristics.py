@@ -107,9 +107,9 @@ def heuristic_group_norm_config(
         block_columns = max(min(256 if block_group <= 64 else 1024, next_power_of_2(C)), block_group)
         block_m = 4 if block_columns <= 256 else 2 if block_columns <= 4096 else 1
         num_warps = 4 if block_columns <= 2048 else 8
-        if holds_rows and C <= block_columns:
-            enough = next_power_of_2(blocks_of(M, _ENOUGH_PROGRAMS_OF_ROWS))
-            block_m, num_warps = max(block_m, min(_VALUES_OF_ROWS // block_columns, enough)), 2
+        if holds_rows and C <= block_columns <= _VALUES_OF_ROWS:
+            enough = next_power_of_2(max(1, blocks_of(M, _ENOUGH_PROGRAMS_OF_ROWS)))
+            block_m, num_warps = min(_VALUES_OF_ROWS // block_columns, enough), element_size // 2
         return GroupNormConfig(block_m, block_columns, block_m, num_warps)
     tiles, width = (_BACKWARD_TILES_OF_ROWS, next_power_of_2(C)) if holds_rows else (_BACKWARD_TILES, block_group)
     block_m, block_columns, num_warps, programs, stages = next(tile for widest, *tile in tiles if width <= widest)
@@ -133,10 +133,10 @@ _BACKWARD_TILES = (
     (8192, 1, 8192, 16, 132, 1),
 )
 #: Of rows that a tile holds whole it takes many, up to these widths. (Layer norm in bfloat16 on an H200, forward at
-#: 401408 x 96: 48 us where a tile of four rows took 73 and a copy takes 40; backward 120 for 4112, and 121 for 429 at
-#: 50176 x 768. PyTorch's own backward pass takes 318 at the first of these.)
-_WIDEST_ROW, _WIDEST_ROW_OF_GROUPS = 1024, 256
-_VALUES_OF_ROWS, _ENOUGH_PROGRAMS_OF_ROWS = 2048, 512
+#: 401408 x 96: 48 us where a tile of four rows took 73 and a copy takes 40, at 50176 x 768 42 for 56; backward 120 for
+#: 4112, and 121 for 429. PyTorch's own backward pass takes 318 at the first of these.)
+_WIDEST_ROW, _WIDEST_ROW_OF_GROUPS = 4096, 256
+_VALUES_OF_ROWS, _ENOUGH_PROGRAMS_OF_ROWS = 1024, 512
 _BACKWARD_TILES_OF_ROWS = (
     (32, 64, 32, 8, 264, 1),
     (64, 32, 64, 4, 528, 3),
@@ -144,6 +144,8 @@ _BACKWARD_TILES_OF_ROWS = (
     (256, 16, 256, 8, 264, 1),
     (512, 4, 512, 4, 264, 3),
     (1024, 4, 1024, 4, 264, 3),
+    (2048, 2, 2048, 4, 264, 3),
+    (4096, 1, 4096, 4, 264, 3),
 )
 #: Of the rows. Each has sums of its own, to be added up.
 _MOST_CHUNKS = 132
