@@ -337,8 +337,11 @@ class GroupNormKernel(Kernel):
 
     def starts(self, problem, gpu):
         heuristic = self.heuristic(problem, gpu)
-        rows = next_power_of_2(heuristic.rows_per_program)
-        return [replace(heuristic, block_m=block_m, rows_per_program=max(block_m, rows)) for block_m in (1, 4, 16)]
+        rows, warps = next_power_of_2(heuristic.rows_per_program), max(4, heuristic.num_warps)
+        return [
+            replace(heuristic, block_m=block_m, rows_per_program=max(block_m, rows), num_warps=warps)
+            for block_m in (1, 4, 16)
+        ]
 
 
 class ImageNormKernel(Kernel):
