@@ -189,7 +189,10 @@ def memory(value: Any) -> int | None:
     while isinstance(value, Node) and "dropout" in _name(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     tensor = example(value)
-    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+    try:
+        return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+    except NotImplementedError:  # a sparse one
+        return None
 
 
 def _written(node: Node) -> set[int | None] | None:

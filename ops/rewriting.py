@@ -93,7 +93,7 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
 def _without_shapes(node: Node) -> None:
     """Let a method that takes another tensor for its shape alone take the shape, where that is known."""
     if node.op == "call_method" and node.target in ("expand_as", "view_as") and len(node.args) == 2:
-        shape = example(node.args[1]).shape
+        shape = getattr(example(node.args[1]), "shape", (None,))
         if all(type(size) is int for size in shape):
             node.target, node.args = str(node.target)[:-3], (node.args[0], *shape)
 
