@@ -2,6 +2,7 @@
 PyTorch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
 from ops import operators, plain, precision, rewriting
+from ops.calls import Call, parse
 from ops.fuse import Captured
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example
 from ops.plan import Plan
@@ -63,6 +65,9 @@ class ExplainedCall:
         kept_bytes: Memory that the backward pass needs, beside the call's own tensors.
         buffer_bytes: The most that other buffers take at one time, without what cuBLAS and cuDNN take themselves.
         reason: Why it runs as plain PyTorch, of which no steps are told; "" where it does not.
+        seconds: Of one run behind others, where that was asked for.
+        pytorch_seconds: The same of PyTorch's functions in eager mode, one after another. None where they refuse the
+            dtypes, which are mixed under autocast.
     """
 
     chain: str
@@ -73,6 +78,17 @@ class ExplainedCall:
     kept_bytes: int = 0
     buffer_bytes: int = 0
     reason: str = ""
+    seconds: float | None = None
+    pytorch_seconds: float | None = None
+
+    @property
+    def _times(self) -> str:
+        if self.seconds is None:
+            return ""
+        ours = f"{self.seconds * 1e6:.1f} us"
+        if self.pytorch_seconds is None:
+            return ours
+        return f"{ours}, PyTorch {self.pytorch_seconds * 1e6:.1f} us: {self.seconds / self.pytorch_seconds:.2f}"
 
     def __str__(self) -> str:
         title = f"{self.direction} on {self.device}: {self.chain}"
@@ -83,7 +99,7 @@ class ExplainedCall:
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         sizes = ("results", self.result_bytes), ("kept", self.kept_bytes), ("buffers", self.buffer_bytes)
         memory = ", ".join(f"{name} {size / 2**20:.3f} MiB" for name, size in sizes)
-        return "\n  ".join([title, *map(str.rstrip, lines), memory])
+        return "\n  ".join(filter(None, [title, *map(str.rstrip, lines), memory, self._times]))
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,20 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.calls, *self.left))) or "no chain of ops ran"
 
+    def __rich__(self) -> Any:
+        """A table, for ``rich.print``."""
+        from rich.table import Table
+
+        table = Table("what", "pass", "runs as", "time", box=None, pad_edge=False)
+        for call in self.calls:
+            steps = ", ".join([step.name for step in call.steps]) or f"plain PyTorch: {call.reason}"
+            table.add_row(call.chain, call.direction, steps, call._times)
+        for step in self.left:
+            table.add_row(
+                f"{step.name} of {step.module or 'the model'}", "", f"left: {step.reason}", "", style="yellow"
+            )
+        return table
+
 
 class _Watch(TorchDispatchMode):
     """Asks for the plan of each call that it sees. A backward pass has it too, in any thread."""
@@ -122,13 +152,32 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[ExplainedCall] = []
+        #: By place in ``calls``: a call's plan, and what the operator was given.
+        self._given: dict[int, tuple[Plan, tuple]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in _PLANS:
             direction, make_plan = _PLANS[function]
-            self.calls.append(_explained(args[0], direction, make_plan(*args), result[0].device))
+            plan = make_plan(*args)
+            self._given[len(self.calls)] = plan, args
+            self.calls.append(_explained(args[0], direction, plan, result[0].device))
         return result
+
+    def measure(self) -> None:
+        """Time each call, and the same in PyTorch's functions."""
+        rows = {}
+        for place, (plan, (text, *given)) in self._given.items():
+            call = parse(text)
+            if self.calls[place].direction == "forward":
+                arguments, gradient = given[0], None
+                rows[text] = operators.spread(call, given[0])
+            else:
+                _, gradient, kept, tensors = given
+                arguments = [gradient, *tensors, *kept]
+            seconds = _seconds(functools.partial(plan.run, arguments))
+            theirs = _in_pytorch(call, rows[text], gradient)
+            self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
     def note(self, chain: Chain, input: torch.Tensor) -> None:
         """A chain that runs as plain PyTorch, forward and backward."""
@@ -138,6 +187,30 @@ class _Watch(TorchDispatchMode):
         if input.dtype not in precision.KERNEL_DTYPES:
             reason = _other_dtype(input.dtype)
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Of one run of many, one behind the other."""
+    from torch.utils.benchmark import Timer
+
+    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.05).median
+
+
+def _in_pytorch(call: Call, row: list, gradient: torch.Tensor | None) -> float | None:
+    """The time of the call's forward pass, or of the backward pass from a gradient, in PyTorch's functions."""
+    numbers = [each for each in call.numbers if each is not None]
+    geometry = call.geometry.arguments if call.geometry else {}
+    leaves = [None if each is None else each.detach().requires_grad_(gradient is not None) for each in row]
+    try:
+        with torch.set_grad_enabled(gradient is not None), precision.without_autocast(row[0].device):
+            run = functools.partial(plain.apply, call.chain, leaves, numbers, call.num_groups, call.eps, geometry)
+            if gradient is not None:
+                wanted = [each for each in leaves if each is not None]
+                run = functools.partial(torch.autograd.grad, run(), wanted, gradient, retain_graph=True)
+            run()
+            return _seconds(run)
+    except RuntimeError:
+        return None
 
 
 def _other_dtype(dtype: Any) -> str:
@@ -159,7 +232,9 @@ def _source(found: Found) -> str:
     return f"{found.table}, of {found.kin}" if found.kin else found.table or "heuristic"
 
 
-def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any) -> Explanation:
+def explain(
+    model_or_function: Callable[..., Any], *inputs: Any, measure_times: bool = False, **options: Any
+) -> Explanation:
     """Tell which kernels and which functions of PyTorch's the chains of a call run, and with what memory.
 
     The model or function is called once, with these arguments. Where tensors of its result require a gradient, a
@@ -171,11 +246,13 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
     Args:
         model_or_function: What to call: a module, or any function of tensors.
         inputs: Its positional arguments.
+        measure_times: Whether to time each chain's passes too, beside PyTorch's functions. Each is run for some 0.1
+            seconds. On a GPU, what takes the host longer than the device has the host's time.
         options: Its keyword arguments.
 
     Returns:
         Each call with its steps, their configs, where these are from, and its memory; what is left, and why. ``print``
-        it.
+        it, or ``rich.print`` it as a table.
 
     Raises:
         TypeError: ``model_or_function`` cannot be called.
@@ -202,6 +279,8 @@ def explain(model_or_function: Callable[..., Any], *inputs: Any, **options: Any)
                 torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     finally:
         plain.watcher.reset(before)
+    if measure_times:
+        watch.measure()
     return Explanation(tuple(watch.calls), tuple(capture.left) if capture else ())
 
 

@@ -28,7 +28,7 @@ _PLAIN_KEYS = [
 ]
 
 
-def _spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
+def spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
     """A call's tensors in a row, None for those that are absent, from those that are there."""
     rest = iter(tensors)
     with_tensor = [present for step, present in zip(call.chain.steps, call.present, strict=True) if step.has_tensor]
@@ -70,7 +70,7 @@ def forward_plan(text: str, tensors: list[Tensor], training: bool) -> Plan:
     plan = _plans.get(key)
     if plan is None:
         call = parse(text)
-        plan = _plans.add(key, plans.make_forward(call, _spread(call, tensors), training))
+        plan = _plans.add(key, plans.make_forward(call, spread(call, tensors), training))
     return plan
 
 
@@ -141,7 +141,7 @@ def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tens
     # A trace of torch.func.jvp would meet the operator without its Function, and find no change at all.
     if torch.autograd.forward_ad._current_level >= 0:
         raise RuntimeError(_refusal(call.name, _FORWARD_MODE))
-    return contraction_of(call.chain).empty_results(Arguments.of(call, _spread(call, tensors)), training)
+    return contraction_of(call.chain).empty_results(Arguments.of(call, spread(call, tensors)), training)
 
 
 def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -305,9 +305,9 @@ def _differentiable(keyset: Any, text: str, tensors: list[Tensor], training: boo
         raise RuntimeError(_refusal(parse(text).name, _FORWARD_MODE))
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         call = parse(text)
-        spread = _spread(call, tensors)
-        wanted = [training and each is not None and each.requires_grad for each in spread]
-        return list(Function.apply(Prepared(call, spread, wanted, keyset=keyset), *spread))
+        row = spread(call, tensors)
+        wanted = [training and each is not None and each.requires_grad for each in row]
+        return list(Function.apply(Prepared(call, row, wanted, keyset=keyset), *row))
     # Nothing else sees the call. Entering the dispatcher again would take the host 13 us (measured beside an H200).
     if keyset in _PLAIN_KEYS:
         return _run_forward(text, tensors, training)

@@ -1,9 +1,11 @@
 """Promise: ``explain`` tells the kernels, configs, tables and memory of a call's plans, and changes nothing."""
 
+import io
 import textwrap
 
 import pytest
 import torch
+from rich.console import Console
 
 import ops
 from autotune_configs import lookup, tables
@@ -182,3 +184,37 @@ def test_on_a_gpu():
     forward, backward = ops.explain(layer, input).calls
     assert (forward.direction, backward.direction) == ("forward", "backward")
     assert forward.device.type == backward.device.type == "cuda"
+
+
+def test_times():
+    """Of both passes, and of a chain beside a layer that is left; nothing else changes."""
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 4)
+    )
+    input = torch.randn(8, 16)
+    explanation = ops.explain(layers, input, measure_times=True)
+    assert [call.direction for call in explanation.calls] == ["forward", "backward"]
+    for call in explanation.calls:
+        assert call.seconds > 0 and call.pytorch_seconds > 0
+        assert f"{call.seconds * 1e6:.1f} us, PyTorch {call.pytorch_seconds * 1e6:.1f} us" in str(call)
+    without = ops.explain(layers, input)
+    assert [call.seconds for call in without.calls] == [None, None]
+    assert all(each.grad is None for each in layers.parameters())
+
+
+def test_times_under_autocast():
+    """PyTorch's functions take no mixed dtypes outside it."""
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32))
+    with torch.autocast("cpu", torch.bfloat16):
+        forward, _ = ops.explain(layers, torch.randn(8, 16), measure_times=True).calls
+    assert forward.seconds > 0
+
+
+def test_as_a_table():
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 4)
+    )
+    console = Console(width=200, file=io.StringIO())
+    console.print(ops.explain(layers, torch.randn(8, 16)))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 4 and "linear_kernel" in lines[1] and "left: nothing follows it" in lines[3]
