@@ -113,6 +113,8 @@ def heuristic_group_norm_config(
         return GroupNormConfig(block_m, block_columns, block_m, num_warps)
     tiles, width = (_BACKWARD_TILES_OF_ROWS, next_power_of_2(C)) if holds_rows else (_BACKWARD_TILES, block_group)
     block_m, block_columns, num_warps, programs, stages = next(tile for widest, *tile in tiles if width <= widest)
+    if holds_rows:  # of few rows, for as many programs as there are multiprocessors
+        block_m = min(block_m, max(4, next_power_of_2(blocks_of(M, gpu.multiprocessors))))
     block_columns = max(min(block_columns, next_power_of_2(C)), block_group)
     chunks = programs // blocks_of(C // group_size, block_columns // block_group)
     rows = max(1, blocks_of(M, max(1, chunks if holds_rows else min(_MOST_CHUNKS, chunks))))

@@ -350,9 +350,10 @@ def _in_pairs(geometry: tuple) -> list[int] | None:
 @functools.lru_cache(maxsize=1024)
 def _read(text: str) -> tuple[Chain, list[int], str]:
     """What a text of ``in_graph`` names: the chain, how many numbers each step has, the result's dtype."""
-    name, lengths, result, _ = text.split(" | ")
+    name, *others = text.split(" | ")
     if name not in by_text:
         raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
+    lengths, result, _ = others
     return by_text[name], list(map(int, filter(None, lengths.split(",")))), result
 
 
