@@ -133,6 +133,7 @@ class Explanation:
 
     def __rich__(self) -> Any:
         """A table, for ``rich.print``."""
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table("what", "pass", "runs as", "time", box=None, pad_edge=False)
@@ -140,32 +141,33 @@ class Explanation:
             steps = ", ".join([step.name for step in call.steps]) or f"plain PyTorch: {call.reason}"
             table.add_row(call.chain, call.direction, steps, call._times)
         for step in self.left:
-            table.add_row(
-                f"{step.name} of {step.module or 'the model'}", "", f"left: {step.reason}", "", style="yellow"
-            )
+            what = f"{step.name} of {step.module or 'the model'}"
+            table.add_row(what, "", escape(f"left: {step.reason}"), "", style="yellow")
         return table
 
 
 class _Watch(TorchDispatchMode):
     """Asks for the plan of each call that it sees. A backward pass has it too, in any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool) -> None:
         super().__init__()
         self.calls: list[ExplainedCall] = []
-        #: By place in ``calls``: a call's plan, and what the operator was given.
+        #: By place in ``calls``, where it ``keeps`` them: a call's plan, and what the operator was given.
         self._given: dict[int, tuple[Plan, tuple]] = {}
+        self._keeps = keeps
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in _PLANS:
             direction, make_plan = _PLANS[function]
             plan = make_plan(*args)
-            self._given[len(self.calls)] = plan, args
+            if self._keeps:
+                self._given[len(self.calls)] = plan, args
             self.calls.append(_explained(args[0], direction, plan, result[0].device))
         return result
 
     def measure(self) -> None:
-        """Time each call, and the same in PyTorch's functions."""
+        """Time each call that was kept, and the same in PyTorch's functions."""
         rows = {}
         for place, (plan, (text, *given)) in self._given.items():
             call = parse(text)
@@ -263,7 +265,7 @@ def explain(
     """
     if not callable(model_or_function):
         raise TypeError(f"model_or_function must be callable, got {type(model_or_function).__name__}")
-    watch = _Watch()
+    watch = _Watch(keeps=measure_times)
     capture = _Capture(model_or_function, watch) if isinstance(model_or_function, nn.Module) else None
     before = plain.watcher.set(watch.note)
     try:
@@ -279,8 +281,7 @@ def explain(
                 torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     finally:
         plain.watcher.reset(before)
-    if measure_times:
-        watch.measure()
+    watch.measure()
     return Explanation(tuple(watch.calls), tuple(capture.left) if capture else ())
 
 
