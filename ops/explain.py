@@ -18,7 +18,7 @@ from autotune_configs.lookup import Found
 from ops import operators, plain, precision, rewriting
 from ops.calls import Call, parse
 from ops.fuse import Captured
-from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example
+from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
@@ -168,17 +168,19 @@ class _Watch(TorchDispatchMode):
 
     def measure(self) -> None:
         """Time each call that was kept, and the same in PyTorch's functions."""
-        rows = {}
+        rows: dict[str, list[list]] = {}  # the backward passes come in the opposite order
         for place, (plan, (text, *given)) in self._given.items():
             call = parse(text)
             if self.calls[place].direction == "forward":
                 arguments, gradient = given[0], None
-                rows[text] = operators.spread(call, given[0])
+                row = operators.spread(call, given[0])
+                if given[1]:
+                    rows.setdefault(text, []).append(row)
             else:
                 _, gradient, kept, tensors = given
-                arguments = [gradient, *tensors, *kept]
+                arguments, row = [gradient, *tensors, *kept], rows[text].pop()
             seconds = _seconds(functools.partial(plan.run, arguments))
-            theirs = _in_pytorch(call, rows[text], gradient)
+            theirs = _in_pytorch(call, row, gradient)
             self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
     def note(self, chain: Chain, input: torch.Tensor) -> None:
@@ -339,7 +341,7 @@ def _name(user: Node) -> str:
         return "the model's result"
     if user.target is torch.ops.normfuse.chain.default:
         return "another chain"
-    return str(getattr(user.target, "__name__", user.target))
+    return name_of(user) or str(user.target)
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:

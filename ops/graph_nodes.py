@@ -97,12 +97,13 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
         return None
     kind, names = _PARAMETERS[node.target]
     given = {**dict(zip(("input", *names), node.args, strict=False)), **node.kwargs}
-    given |= _AS_OTHERS.get(node.target, ("", (), {}))[2]
+    _, _, fixed = _AS_OTHERS.get(node.target, ("", (), {}))
+    given |= fixed
     if kind == "same":
         return kind, {"input": node.args[0]} if node.args else given
     others = [name for name in _WITHOUT_EFFECT if name in given and name not in names]
     ineffective = all(given.pop(name) == _WITHOUT_EFFECT[name] for name in others)
-    names = ("input", *names, *_AS_OTHERS.get(node.target, ("", (), {}))[2])
+    names = ("input", *names, *fixed)
     known = len(node.args) <= len(names) and given.keys() <= {*names}
     if not (ineffective and known and "input" in given):
         return None
@@ -122,8 +123,7 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
 
 def _transposed(node: Any) -> Node | None:
     """The matrix of which this node is the transposed one, or None."""
-    name = getattr(node, "target", "") if isinstance(node, Node) and node.args else ""
-    if (name if isinstance(name, str) else getattr(name, "__name__", "")) not in _TRANSPOSING:
+    if not (isinstance(node, Node) and node.args and name_of(node) in _TRANSPOSING):
         return None
     matrix, transposed = example(node.args[0]), example(node)
     is_reversed = matrix.ndim == 2 and (*matrix.shape, *matrix.stride()) == (
@@ -139,7 +139,7 @@ def writes(node: Node) -> bool:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
-    name = _name(node)
+    name = name_of(node)
     given: Any = node.kwargs
     with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature, a method's name neither
         given = inspect.signature(target).bind_partial(*node.args, **node.kwargs).arguments
@@ -154,14 +154,15 @@ def writes(node: Node) -> bool:
     )
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
+    """What a node's function or method is called; "" where it has no name."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_computed_on_the_way(node: Node) -> bool:
     """Whether a compiler computes what a node makes of a norm's result in the norm's own kernel."""
     kind, _ = bound(node) or ("", {})
-    return _name(node) in _ON_THE_WAY or hasattr(pointwise, kind) or kind in NORMS
+    return name_of(node) in _ON_THE_WAY or hasattr(pointwise, kind) or kind in NORMS
 
 
 def example(value: Any) -> Any:
@@ -186,7 +187,7 @@ def memory(value: Any) -> int | None:
 
     A dropout may return its input, and its fake tensor does not.
     """
-    while isinstance(value, Node) and "dropout" in _name(value) and value.all_input_nodes:
+    while isinstance(value, Node) and "dropout" in name_of(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     tensor = example(value)
     try:
@@ -197,7 +198,7 @@ def memory(value: Any) -> int | None:
 
 def _written(node: Node) -> set[int | None] | None:
     """The memory that a node which ``writes`` may write to; None where it may do more than that."""
-    target, name = node.target, _name(node)
+    target, name = node.target, name_of(node)
     is_operator = isinstance(target, torch._ops.OpOverload)
     is_known = is_operator or isinstance(target, str) or getattr(target, "__module__", "") in _PURE
     if node.op == "call_module" or not is_known or not node.all_input_nodes:
@@ -226,7 +227,7 @@ class Surroundings:
         regions: dict[Node, tuple] = {}
         autocasts = {}
         for node in graph.nodes:
-            name = getattr(node.target, "__name__", "")
+            name = name_of(node)
             if name == "_enter_autocast":
                 regions[node] = node.args
             elif name == "_exit_autocast":

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ops import convolution, family, functions, precision
 from ops.chain import Chain
-from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, writes
+from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, name_of, writes
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
 
@@ -66,7 +66,7 @@ def graphs(module: GraphModule) -> list[GraphModule]:
 
 
 def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
-    if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.nodes):
+    if any("increment_nesting" in name_of(node) for node in graph.nodes):
         return  # of torch.func, which does not know the chains
     for node in graph.nodes:
         _without_shapes(node)

@@ -202,6 +202,16 @@ def test_times():
     assert all(each.grad is None for each in layers.parameters())
 
 
+def test_times_of_one_chain_with_two_shapes():
+    """Each backward pass beside PyTorch's of its own forward pass."""
+    fused = model()
+    calls = ops.explain(
+        lambda a, b: (fused(a), fused(b)), torch.randn(8, 16), torch.randn(4, 16), measure_times=True
+    ).calls
+    assert [call.direction for call in calls] == ["forward", "forward", "backward", "backward"]
+    assert all(call.pytorch_seconds is not None for call in calls)
+
+
 def test_times_under_autocast():
     """PyTorch's functions take no mixed dtypes outside it."""
     layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32))
