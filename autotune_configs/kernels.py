@@ -218,7 +218,6 @@ class LinearKernel(Kernel):
         Beside a tile of the result, one of what the backward pass needs is staged, in the operands' dtype.
         """
         each = size // problem.element_size + 1
-        is_aligned = problem.sizes[1] * problem.element_size % 16 == 0
         candidates = [
             replace(config, num_stages=num_stages, **strips)
             for num_stages in range(config.num_stages, 0, -1)
@@ -226,25 +225,28 @@ class LinearKernel(Kernel):
         ]
 
         def fits(config: LinearConfig) -> bool:
-            staging = config if is_aligned else replace(config, store_strips=1)
-            return self._shared_memory(staging, problem, each) <= gpu.shared_memory
+            return self._shared_memory(self._as_stored(config, problem), problem, each) <= gpu.shared_memory
 
         return next(filter(fits, candidates), candidates[-1])
 
     def _strips(self, config: LinearConfig, group_size: int, gpu: Gpu) -> Iterable[dict[str, int]]:
         """A config's strips, then more of them. Hopper alone divides a strip without an exchange in shared memory."""
         yield {}
-        divides_strips = gpu.architecture == 90 and config.block_m >= 16 * config.num_warps
+        divides_strips = gpu.architecture == 90 and config.stacks_warps
         if config.stored_columns >= 32 and (divides_strips or config.epilogue_strips == 1):
             yield {"store_strips": 2}
         in_strips = replace(config, epilogue_strips=2, store_strips=2)
         if divides_strips and in_strips.stored_columns >= 16 and in_strips.holds_groups_of(group_size):
             yield {"epilogue_strips": 2, "store_strips": 2}
 
+    def _as_stored(self, config: LinearConfig, problem: Problem) -> LinearConfig:
+        """Unaligned rows are stored through pointers, in one strip."""
+        is_aligned = problem.sizes[1] * problem.element_size % 16 == 0
+        return config if is_aligned else replace(config, store_strips=1)
+
     def _needs_strips(self, config: LinearConfig) -> bool:
         is_full = config.block_m * config.block_n > _MOST_VALUES_A_THREAD // 2 * 32 * config.num_warps
-        warps_lie_one_above_the_other = config.block_m >= 16 * config.num_warps
-        return warps_lie_one_above_the_other and (self._loads_tensors or (is_full and self._terms > 1))
+        return config.stacks_warps and (self._loads_tensors or (is_full and self._terms > 1))
 
     @cached_property
     def _terms(self) -> int:
@@ -272,9 +274,8 @@ class LinearKernel(Kernel):
         if K * element_size % 16 != 0:  # loaded without tensor descriptors: only the heuristic has tiles for this
             return config == heuristic
         may_split_groups = group_size > WIDEST_TILE or not heuristic.holds_groups_of(group_size)
-        # Unaligned rows are stored through pointers, in one strip. The heuristic's tile is known to fit even so.
-        is_aligned = N * element_size % 16 == 0 or config == heuristic
-        staging = config if is_aligned else replace(config, store_strips=1)
+        # The heuristic's tile is known to fit even so.
+        staging = config if config == heuristic else self._as_stored(config, problem)
         return (
             (may_split_groups or config.holds_groups_of(group_size))
             and (element_size == 2 or config.block_k <= _DEEPEST_FLOAT32_BLOCK)

@@ -81,8 +81,8 @@ def backward_plan(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], 
     if plan is None:
         specs, read = _read_specs(wanted)
         rest = iter(tensors)
-        spread = [next(rest) if place in read else None for place in range(len(specs))]
-        plan = _plans.add(key, plans.make_backward(parse(text), gradient, kept, spread, specs))
+        row = [next(rest) if place in read else None for place in range(len(specs))]
+        plan = _plans.add(key, plans.make_backward(parse(text), gradient, kept, row, specs))
     return plan
 
 
@@ -248,10 +248,10 @@ class Prepared:
         return [spec if each else None for spec, each in zip(self.specs, needed, strict=True)]
 
     def _make_backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: Sequence[bool]) -> Any:
-        spread: list[Tensor | None] = [None] * len(self.specs)
+        row: list[Tensor | None] = [None] * len(self.specs)
         for place, each in zip(self.read, saved, strict=False):
-            spread[place] = each
-        return plans.make_backward(self.call, gradient, saved[len(self.read) :], spread, self._needed(needed))
+            row[place] = each
+        return plans.make_backward(self.call, gradient, saved[len(self.read) :], row, self._needed(needed))
 
 
 def _refuse_second_derivative(name: str) -> None:

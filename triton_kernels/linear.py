@@ -44,6 +44,11 @@ class LinearConfig:
     def stored_columns(self) -> int:
         return self.epilogue_columns // self.store_strips
 
+    @property
+    def stacks_warps(self) -> bool:
+        """Whether the warps lie one above the other in a tile, so that each has whole rows to divide."""
+        return self.block_m >= 16 * self.num_warps
+
     def holds_groups_of(self, group_size: int) -> bool:
         """Whether what the epilogue sees holds whole groups, so that it can normalise them in registers."""
         return self.epilogue_columns % group_size == 0
@@ -54,7 +59,7 @@ class LinearConfig:
         The epilogue stages its part of the output's tile, or ``staged_columns`` elements of each row.
         """
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        if self.epilogue_strips * self.store_strips > 1 and self.block_m < 16 * self.num_warps:
+        if self.epilogue_strips * self.store_strips > 1 and not self.stacks_warps:
             # Warps lie side by side there, and exchange the whole tile in float32 to divide it into strips.
             return operands + self.block_m * self.block_n * 4
         staged_columns = self.stored_columns if staged_columns is None else staged_columns
