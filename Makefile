@@ -39,7 +39,7 @@ exhaustive: SEED := $(or $(SEED),$(shell date +%s))
 exhaustive: $(INSTALLED)
 	@echo "SEED=$(SEED): build/exhaustive-$(SEED).xml"
 	TRITON_INTERPRET=1 $(PARALLEL) --hypothesis-profile=exhaustive --hypothesis-seed=$(SEED) \
-		--junitxml=build/exhaustive-$(SEED).xml tests/ops/test_family_steps.py tests/ops/test_random_models.py \
+		--junitxml=build/exhaustive-$(SEED).xml tests/ops/test_family_steps.py tests/ops/test_random_models.py tests/ops/test_random_modules.py \
 		$(PYTEST_ARGS)
 
 # Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4. With
