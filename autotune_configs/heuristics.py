@@ -73,7 +73,7 @@ def _largest_tile(element_size: int, M: int, N: int, K: int, narrowest: int, gpu
     smallest = fitting[-1]  # which fits into any GPU
     # With many weights for few rows, the time is that of loading them. (128 tiles of 256 columns take 520 us at 128 x
     # 32768 x 32768 on an H200 with its 132 multiprocessors, twice as many of 128 columns 630, and cuBLAS 510.)
-    filled = 0.95 if M <= tallest <= 128 and N * K >= 2**28 else 1.0
+    filled = 0.95 if tallest <= 128 and N * K >= 2**28 else 1.0
     return next((config for config in fitting if _tiles(config, M, N) >= filled * gpu.multiprocessors), smallest)
 
 

@@ -42,7 +42,7 @@ def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -
 
     Its results are the call's and, if ``training``, what the backward pass needs.
     """
-    call = _precise(call, Arguments.of(call, tensors).dtype)
+    call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
     forward = contraction_of(call.chain).forward
     return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
@@ -55,7 +55,8 @@ def make_backward(
     ``tensors`` has those that the pass reads, and ``wanted`` in the same places (shape, dtype), or None. A None in the
     place of a shape stands for that of ``gradient``, or what follows from other tensors.
     """
-    call = _precise(call, next(each.dtype for each in (*tensors[:2], *kept, gradient) if each is not None))
+    dtype = next(each.dtype for each in (*tensors[:2], *kept, gradient) if each is not None)
+    call = _precise(call, dtype, tensors)
     contraction = contraction_of(call.chain)
     steps = [*(step for step in call.chain.steps if step.has_tensor), None]
 
@@ -79,9 +80,17 @@ def make_backward(
     return _made([gradient, *tensors, *kept], write)
 
 
-def _precise(call: Call, dtype: torch.dtype) -> Call:
-    """The call with functions as precise as values of this dtype and its result's are."""
-    return replace(call, chain=call.chain.of_dtype(dtype, call.result))
+def _precise(call: Call, dtype: torch.dtype, tensors: Sequence[Any]) -> Call:
+    """The call with functions as precise as values of this dtype and its result's are.
+
+    What a contraction makes has this dtype, as in PyTorch. Wider vectors are not rounded with it.
+    """
+    chain = call.chain.of_dtype(dtype, call.result)
+    added = Arguments.of(call, tensors).vectors[1 : len(chain.biases)]
+    if any(each is not None and each.dtype.itemsize > dtype.itemsize for each in added):
+        stores_z = not chain.reduction and len(chain.biases) < len(chain.steps)
+        chain = replace(chain, adds_later=bool(chain.contraction) and stores_z)
+    return replace(call, chain=chain)
 
 
 def _memory_of(step: Pointwise | None, gradient: Tensor, channels: int) -> Tensor:
@@ -107,6 +116,8 @@ def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]
 
 def places_read(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> tuple[int, ...]:
     """Which of a call's tensors its backward pass reads, where it gives the gradients of the ``wanted`` ones."""
+    dtype = Arguments.of(call, tensors).dtype
+    call = _precise(call, dtype, tensors)
     *matrices, first = contraction_of(call.chain).reads(Arguments.of(call, tensors), wanted)
     steps = call.chain.steps
     end = max((place for place, step in enumerate(steps, 1) if not step.adds), default=0)  # nor what is added last

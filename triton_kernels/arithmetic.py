@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.pointwise import ADD, MUL, Pointwise, add, filled, mul, rounded_product
+from triton_kernels.pointwise import ADD, MUL, Pointwise, add, filled, mul, rounded_once, rounded_product
 
 
 @triton.jit
@@ -70,15 +70,21 @@ def div_number_gradient(gradient, value, numbers):
 
 @triton.jit
 def coarse_div_number(value, numbers):
-    """value times the number's reciprocal, within two units of float32, whatever the number is.
+    """value / the number by its reciprocal, whatever the number is. A quotient that float32 has comes out exact, as at
+    the bounds of a clamp that follows: what is left of the value after the first quotient is divided, too.
 
-    One beyond 2**±100 is brought nearer to 1 first: its reciprocal may be no normal number.
+    A number beyond 2**±100 is brought nearer to 1 first: its reciprocal may be no normal number.
     """
     number = filled(value, numbers[0])
     size = tl.abs(number)
     scale = tl.where(size < 7.888609052210118e-31, 1.8446744073709552e19, 1.0)
-    scale = tl.where((size > 1.2676506002282294e30) & (size != float("inf")), 5.421010862427522e-20, scale)
-    return rounded_product(value * (1.0 / (number * scale)), scale)
+    scale = tl.where(size > 1.2676506002282294e30, 5.421010862427522e-20, scale)
+    scaled = number * scale
+    inverse = 1.0 / scaled
+    quotient = value * inverse
+    rest = rounded_once(-quotient, scaled, value)
+    nearer = rounded_once(rest, inverse, quotient)  # NaN at infinities, and a zero has lost its sign
+    return rounded_product(tl.where(tl.abs(nearer) > 0.0, nearer, quotient), scale)
 
 
 @triton.jit

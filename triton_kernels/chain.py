@@ -45,6 +45,8 @@ class Chain:
         norm: "group_norm", or "" for none. It has a weight and a bias, which may be absent.
         after: Pointwise functions after the norm. Without one, they follow those before it.
         reduction: What follows, or None.
+        adds_later: Whether z is what the contraction's own bias alone makes of its result. Vectors that are added after
+            that are then not rounded with it.
     """
 
     contraction: str = ""
@@ -52,6 +54,7 @@ class Chain:
     norm: str = "group_norm"
     after: tuple[Pointwise, ...] = ()
     reduction: Reduction | None = None
+    adds_later: bool = False
 
     def __post_init__(self):
         for name, steps in (("before", self.before), ("after", self.after)):
@@ -88,7 +91,8 @@ class Chain:
         """
         steps = self._first
         ends = [place for place, step in enumerate(steps) if not step.adds_vector]
-        return steps[: min([len(steps), *ends, *_reached(steps)])]
+        most = 1 if self.adds_later else len(steps)
+        return steps[: min([most, *ends, *_reached(steps)])]
 
     @cached_property
     def reached(self) -> tuple[bool, ...]:
@@ -137,9 +141,13 @@ class Chain:
         return has_rows(self.contraction, self.norm)
 
     def of_dtype(self, dtype: torch.dtype, result: torch.dtype | None = None) -> "Chain":
-        """The chain as precise as values of ``dtype`` are, and its result of this dtype or another."""
+        """The chain as precise as values of ``dtype`` are, and its result of this dtype or another.
+
+        Where one is wider, it is behind a contraction, whose result has ``dtype``, and else behind the input.
+        """
         last = result or dtype
-        return self._changed(lambda step: step.form(dtype if self.norm else last), lambda step: step.form(last))
+        first = dtype if self.contraction and self.norm else last
+        return self._changed(lambda step: step.form(first), lambda step: step.form(last))
 
     @property
     def of_rows(self) -> "Chain":

@@ -65,6 +65,14 @@ def rounded_product(value, factor):
 
 
 @triton.jit
+def rounded_once(value, factor, addend):
+    """value * factor + addend, rounded at the end alone. (The interpreter's ``tl.fma`` rounds the product, too.)"""
+    if IN_INTERPRETER:
+        return (value.to(tl.float64) * factor.to(tl.float64) + addend.to(tl.float64)).to(tl.float32)
+    return tl.fma(value, factor, addend)
+
+
+@triton.jit
 def polynomial(value, coefficients):
     """The polynomial with these coefficients, that of the highest power first."""
     total = coefficients[0]

@@ -69,9 +69,25 @@ CASES = {
         ops.Chain("linear", norm="", after=(ADD,)), (), 1,
         [(96, 64), (128, 64), (128,), (128,)], lambda r, x, w, v, m: r(F.linear(x, w, v)) + m,
     ),
+    "a large vector": (
+        ops.Chain("linear", before=(ADD,)), (), 8, [(96, 64), (128, 64), (128,), (128,), (128,), (128,)],
+        lambda r, x, w, v, large, m, b: F.group_norm(r(F.linear(x, w, v)) + large, 8, m, b),
+    ),
+    "a large vector, two kernels": (
+        ops.Chain("linear", before=(ADD, GELU)), (), 1, [(40, 32), (640, 32), (640,), (640,), (640,), (640,)],
+        lambda r, x, w, v, large, m, b: F.group_norm(F.gelu(r(F.linear(x, w, v)) + large), 1, m, b),
+    ),
+    "a large vector behind a convolution": (
+        ops.Chain("conv2d", before=(ADD,)), (), 4, [(2, 8, 9, 9), (16, 8, 3, 3), (16,), (16,), (16,), (16,)],
+        lambda r, x, w, v, large, m, b: F.group_norm(r(F.conv2d(x, w, v)) + large[:, None, None], 4, m, b),
+    ),
     "rows": (
         ops.Chain("", before=(SILU,)), (), 8, [(96, 128), None, (128,), (128,)],
         lambda r, x, m, b: F.group_norm(r(F.silu(x)), 8, m, b),
+    ),
+    "a function in float32": (
+        ops.Chain("", before=(GELU,)), (), 8, [(96, 128), None, (128,), (128,)],
+        lambda r, x, m, b: F.group_norm(F.gelu(r(x)), 8, m, b),
     ),
     "images": (
         ops.Chain("", after=(SILU,)), (), 8, [(3, 16, 9, 7), None, (16,), (16,)],
@@ -109,6 +125,8 @@ def check_case(name, dtype, device):
     row = [None if shape is None else drawn(*shape).to(device, dtype).float() for shape in shapes]
     if not chain.contraction:
         row[0] = row[0].to(dtype)
+    if "large" in name:
+        row[3] += 30
     leaves = [each.requires_grad_() for each in row if each is not None]
     geometry = tuple(convolution.DEFAULTS.values()) if "conv" in chain.contraction else ()
     of_bias = () if chain.reduction else (None,)

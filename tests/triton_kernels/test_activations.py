@@ -392,38 +392,6 @@ def test_compiled_in_a_product(step, monkeypatch):
         assert compiled.fits and compiled.spilled_bytes <= allowed + more_spills(90)
 
 
-FORMS = [(each, dtype) for each in (a.SILU, a.SIGMOID, a.TANH) for dtype in (torch.bfloat16, torch.float16)]
-by_form = pytest.mark.parametrize("pointwise, dtype", FORMS, ids=lambda each: getattr(each, "name", str(each)))
-
-
-def check_form(pointwise, dtype, device):
-    """Rounded to the dtype, it is as accurate as PyTorch's, and agrees on what is not finite."""
-    form = pointwise.form(dtype)
-    assert form != pointwise
-    for low, high in ((-1, 1), (-4, 4), (-30, 30)):
-        value = torch.linspace(low, high, 10001).to(dtype).to(device)
-        found = [each.to(dtype) for each in ours(form, value.float(), torch.ones_like(value, dtype=torch.float32))]
-        plain = theirs(pointwise.plain, value, torch.ones_like(value))
-        exact = theirs(pointwise.plain, value.double(), torch.ones_like(value, dtype=torch.float64))
-        for result, expected, truth in zip(found, plain, exact, strict=True):
-            assert (result - truth).norm() <= 1.1 * (expected - truth).norm()
-    value = torch.tensor([*SPECIAL, 2e4, -2e4]).to(dtype).float().to(device)
-    expected = theirs(pointwise.plain, value, torch.ones_like(value))
-    for result, plain in zip(ours(form, value, torch.ones_like(value)), expected, strict=True):
-        torch.testing.assert_close(result, plain, rtol=1e-3, atol=1e-6, equal_nan=True)
-
-
-@by_form
-def test_forms(pointwise, dtype):
-    check_form(pointwise, dtype, "cpu")
-
-
-@pytest.mark.gpu
-@by_form
-def test_forms_on_a_gpu(pointwise, dtype):
-    check_form(pointwise, dtype, "cuda")
-
-
 @pytest.mark.gpu
 @by_activation
 def test_on_a_gpu(name):
