@@ -168,7 +168,7 @@ class _Watch(TorchDispatchMode):
 
     def measure(self) -> None:
         """Time each call that was kept, and the same in PyTorch's functions."""
-        rows: dict[str, list[list]] = {}  # the backward passes come in the opposite order
+        rows: dict[str, list[list]] = {}
         for place, (plan, (text, *given)) in self._given.items():
             call = parse(text)
             if self.calls[place].direction == "forward":
@@ -178,9 +178,9 @@ class _Watch(TorchDispatchMode):
                     rows.setdefault(text, []).append(row)
             else:
                 _, gradient, kept, tensors = given
-                arguments, row = [gradient, *tensors, *kept], rows[text].pop()
+                arguments, row = [gradient, *tensors, *kept], _row_with(tensors, rows.get(text, []))
             seconds = _seconds(functools.partial(plan.run, arguments))
-            theirs = _in_pytorch(call, row, gradient)
+            theirs = _in_pytorch(call, row, gradient) if row else None
             self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
     def note(self, chain: Chain, input: torch.Tensor) -> None:
@@ -191,6 +191,12 @@ class _Watch(TorchDispatchMode):
         if input.dtype not in precision.KERNEL_DTYPES:
             reason = _other_dtype(input.dtype)
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
+
+
+def _row_with(tensors: list[torch.Tensor], rows: list[list]) -> list | None:
+    """The last forward pass's tensors of which these are some; None where that was not watched."""
+    memory = {each.data_ptr() for each in tensors}
+    return next((row for row in rows[::-1] if memory <= {each.data_ptr() for each in row if each is not None}), None)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

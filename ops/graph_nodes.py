@@ -129,7 +129,10 @@ def _transposed(node: Any) -> Node | None:
     is_reversed = matrix.ndim == 2 and (*matrix.shape, *matrix.stride()) == (
         *transposed.shape[::-1], *transposed.stride()[::-1]
     )  # fmt: skip
-    return node.args[0] if is_reversed else None
+    results = [example(user) for user in node.users if user.op != "output"]
+    # (A view that was made without gradients is a leaf that requires one.)
+    is_detached = matrix.requires_grad and transposed.is_leaf and any(each.requires_grad for each in results)
+    return node.args[0] if is_reversed and not is_detached and len(results) == len(node.users) else None
 
 
 def writes(node: Node) -> bool:
@@ -196,17 +199,20 @@ def memory(value: Any) -> int | None:
         return None
 
 
-def _written(node: Node) -> set[int | None] | None:
-    """The memory that a node which ``writes`` may write to; None where it may do more than that."""
+def _written(node: Node) -> tuple[set[int | None], bool]:
+    """The memory of a node's inputs that it may write to, if it ``writes``, and whether that is all that it does."""
     target, name = node.target, name_of(node)
     is_operator = isinstance(target, torch._ops.OpOverload)
     is_known = is_operator or isinstance(target, str) or getattr(target, "__module__", "") in _PURE
-    if node.op == "call_module" or not is_known or not node.all_input_nodes:
-        return None
-    keeps = is_operator or any(each in name for each in _KEEPING) or node.kwargs.get("out") is not None
+    is_all = is_known and node.op != "call_module" and len(node.all_input_nodes) > 0
+    attributes = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
+    bodies = [each for each in map(vars(node.graph.owning_module)["_modules"].get, attributes) if each is not None]
+    if bodies and not any(writes(each) for body in bodies for each in body.graph.nodes):
+        return set(), is_all
+    keeps = not is_all or is_operator or any(each in name for each in _KEEPING) or node.kwargs.get("out") is not None
     found: list[Node] = []
     map_arg(node.args[0] if node.args and not keeps else (node.args, node.kwargs), found.append)
-    return set(map(memory, found))
+    return set(map(memory, found)), is_all
 
 
 @dataclass(frozen=True)
@@ -214,11 +220,11 @@ class Surroundings:
     """What a graph's nodes do to one another beside their values.
 
     Attributes:
-        writing: What each node that writes may write to: memory, or None for anything.
+        writing: What each node that writes may write to among its inputs' memory, and whether that is all that it does.
         autocasts: By node the arguments of the autocast regions within the graph that it is in.
     """
 
-    writing: dict[Node, set[int | None] | None]
+    writing: dict[Node, tuple[set[int | None], bool]]
     autocasts: dict[Node, tuple[tuple, ...]]
 
     @classmethod
@@ -246,8 +252,8 @@ class Surroundings:
         node, last, is_behind = nodes[0], nodes[-1], False
         while node.op != "output" and (not is_behind or example(last).requires_grad):
             if node in self.writing and node not in own:
-                written = self.writing[node]
-                if taken & (written or set()) or (written is None and not is_behind):
+                written, is_all = self.writing[node]
+                if taken & written or not (is_all or is_behind):
                     return False
             if node in own:
                 taken |= {memory(each) for each in (node, *node.all_input_nodes)} - {None}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ops import checks, pointwise
+from ops import checks, pointwise, precision
 from ops.graph_nodes import NORMS, bound, example, is_computed_on_the_way, memory, number, writes
 from ops.pointwise import Step
 
@@ -128,7 +128,8 @@ class Growth:
         first = given.pop("input")
         if kind == "addcmul" and value in given.values():
             factor = given["second"] if given["first"] is value else given["first"]
-            return self._with_operand(pointwise.mul, factor, value), self._with_operand(pointwise.add, first, value)
+            product = self._with_operand(pointwise.mul, factor, value)
+            return product, replace(self, steps=(*self.steps, product))._with_operand(pointwise.add, first, value)
         function = getattr(pointwise, kind, None)
         if function is None:
             return ()
@@ -185,6 +186,8 @@ def beginnings(norm: Node, given: dict[str, Any]) -> Iterator[Growth]:
             break
         arguments: tuple[Any, ...] = given["input"], given.get("other")
         operands = [each for each in arguments if isinstance(example(each), torch.Tensor)]
+        if example(max(operands)).dtype not in precision.KERNEL_DTYPES:
+            break
         found.append(replace(found[-1], start=max(operands), path=found[-1].path | {node}))
     for each in found[::-1]:
         yield replace(each, given={"input": each.start}, places={each.start: 0})

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ops import convolution, family, functions, precision
 from ops.chain import Chain
-from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, name_of, writes
+from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, memory, name_of, writes
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
 
@@ -95,7 +95,7 @@ def _without_shapes(node: Node) -> None:
     if node.op == "call_method" and node.target in ("expand_as", "view_as") and len(node.args) == 2:
         shape = getattr(example(node.args[1]), "shape", (None,))
         if all(type(size) is int for size in shape):
-            node.target, node.args = str(node.target)[:-3], (node.args[0], *shape)
+            node.target, node.args = str(node.target)[:-3], (node.args[0], tuple(shape))
 
 
 def calls(node: Node) -> tuple[str, ...]:
@@ -160,8 +160,7 @@ def _put(graph: Graph, growth: Growth, autocasts: tuple[tuple, ...]) -> str:
             node.meta.setdefault(REFUSAL, str(error))
         writer.undo()
         return ""
-    if example(result).stride() == example(last).stride() and example(result).dtype == example(last).dtype:
-        result.meta["example_value"] = example(last)
+    result.meta["example_value"] = _with_gradient_of(last, example(result))
     last.replace_all_uses_with(result)
     for node in reversed(growth.nodes):
         graph.erase_node(node)
@@ -171,7 +170,11 @@ def _put(graph: Graph, growth: Growth, autocasts: tuple[tuple, ...]) -> str:
 def _dtype_seen(growth: Growth) -> torch.dtype:
     """The dtype in which the result is used: that of the values, where autocast casts it back to that."""
     last, dtype = growth.value, example(growth.start).dtype
-    return dtype if last.users and all(_casts(user, last, dtype) for user in last.users) else example(last).dtype
+    uses: list[Node] = []
+    map_arg([(user.args, user.kwargs) for user in last.users], uses.append)
+    adds_gradients = example(last).requires_grad and uses.count(last) > 1  # in float32, as its dtype is
+    casts = last.users and not adds_gradients and all(_casts(user, last, dtype) for user in last.users)
+    return dtype if casts else example(last).dtype
 
 
 def _casts(user: Node, value: Node, dtype: torch.dtype) -> bool:
@@ -291,6 +294,16 @@ def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dty
     return writer.call(torch.ops.aten.contiguous.default, result, memory_format=format)
 
 
+def _with_gradient_of(node: Node, value: torch.Tensor) -> torch.Tensor:
+    """What stands for a node's value, of which it is known how it lies."""
+    expected = example(node)
+    if value.stride() == expected.stride() and value.dtype == expected.dtype:
+        return expected
+    return value.detach().requires_grad_(expected.requires_grad)
+
+
+#: In the names of functions that draw numbers in the order in which a value lies.
+_DRAWING = "dropout", "rand", "bernoulli", "rrelu", "normal", "poisson"
 #: How many nodes' values may lie otherwise than in PyTorch because one does.
 _MOST_OTHERWISE = 16
 
@@ -305,7 +318,9 @@ def _made_of(last: Node, value: torch.Tensor) -> dict[Node, torch.Tensor]:
     while (user := user.next).op != "root":
         if not any(each in made for each in user.all_input_nodes):
             continue
-        if user.op != "call_function" or writes(user) or len(made) > _MOST_OTHERWISE:
+        is_alias = memory(user) in map(memory, user.all_input_nodes)
+        draws = any(each in name_of(user) for each in _DRAWING)
+        if user.op != "call_function" or is_alias or draws or writes(user) or len(made) > _MOST_OTHERWISE:
             raise ValueError(f"{user} sees how its input lies")
         arguments, options = map_arg((user.args, user.kwargs), lambda each: made.get(each, example(each)))
         with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
@@ -313,5 +328,5 @@ def _made_of(last: Node, value: torch.Tensor) -> dict[Node, torch.Tensor]:
         if any(result is each for each in made.values()) or result._is_view():
             raise ValueError(f"{user} is a view")
         if result.stride() != example(user).stride():
-            made[user] = result
+            made[user] = _with_gradient_of(user, result.to(example(user).dtype))
     return made

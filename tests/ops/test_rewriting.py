@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops.rewriting import rewrite
-from tests.ops.graphs import AFFINE, CONV, IMAGES, LINEAR, ROWS, WEIGHT, check, compiled, draw
+from tests.ops.graphs import AFFINE, CONV, IMAGES, LINEAR, ROWS, WEIGHT, check, compiled, draw, evaluated
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -276,13 +276,18 @@ def test_autocast_within():
     """A CPU's layer norm returns what it is given, as the fused chain does."""
 
     def function(x, w, v):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
             y = F.gelu(F.layer_norm(F.linear(x, w), (32,), v, v))
         return y, F.relu(F.linear(x, w))
 
-    check(
-        function, [draw(*ROWS), draw(*WEIGHT), draw(32)], [f"{LINEAR} -> {AFFINE} -> gelu", f"{LINEAR} -> relu"], 1e-3
-    )
+    arguments = [draw(*ROWS), draw(*WEIGHT), draw(32)]
+    fused, found = compiled(function)
+    in_float64 = [each.detach().double().requires_grad_() for each in arguments]
+    evaluations = evaluated(fused, arguments), evaluated(function, arguments), evaluated(function, in_float64)
+    assert found == [f"{LINEAR} -> {AFFINE} -> gelu", f"{LINEAR} -> relu"]
+    for one, other, expected in zip(*(results + gradients for results, gradients in evaluations), strict=True):
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+        assert (one - expected).norm() <= 1.1 * (other - expected).norm() + 1e-6 * expected.norm()
 
 
 def test_tied_parameters():
