@@ -40,9 +40,9 @@ _ALSO = {
 }
 #: Functions that are others with some of their arguments: by target their names, with those of their arguments.
 _AS_OTHERS = {
-    **dict.fromkeys((torch.clamp_min, "clamp_min"), ("clamp", ("min",), {})),
-    **dict.fromkeys((torch.clamp_max, "clamp_max"), ("clamp", ("max",), {})),
-    **dict.fromkeys((operator.neg, torch.neg, torch.negative, "neg", "negative"), ("mul", (), {"other": -1.0})),
+    **dict.fromkeys((torch.clamp_min, "clamp_min"), ("clamp", ("min",))),
+    **dict.fromkeys((torch.clamp_max, "clamp_max"), ("clamp", ("max",))),
+    **dict.fromkeys((operator.neg, torch.neg, torch.negative, "neg", "negative"), ("neg", ())),
 }
 #: What a function may be given besides, if it is this.
 _WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
@@ -74,7 +74,7 @@ def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
     found |= {target: (kind, names) for kind, (targets, names) in NORMS.items() for target in targets}
     found |= dict.fromkeys((torch.min, "min"), ("minimum", ("dim", "keepdim")))
     found |= dict.fromkeys(_PRODUCTS, ("product", ("weight",)))
-    found |= {target: (kind, names) for target, (kind, names, _) in _AS_OTHERS.items()}
+    found |= _AS_OTHERS
     found |= dict.fromkeys((torch.addcmul, "addcmul"), ("addcmul", ("first", "second")))
     found |= dict.fromkeys((torch.addmm, "addmm"), ("addmm", ("first", "second")))
     for kind in pointwise.__all__:
@@ -97,17 +97,17 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
         return None
     kind, names = _PARAMETERS[node.target]
     given = {**dict(zip(("input", *names), node.args, strict=False)), **node.kwargs}
-    _, _, fixed = _AS_OTHERS.get(node.target, ("", (), {}))
-    given |= fixed
     if kind == "same":
         return kind, {"input": node.args[0]} if node.args else given
     others = [name for name in _WITHOUT_EFFECT if name in given and name not in names]
     ineffective = all(given.pop(name) == _WITHOUT_EFFECT[name] for name in others)
-    names = ("input", *names, *fixed)
+    names = ("input", *names)
     known = len(node.args) <= len(names) and given.keys() <= {*names}
     if not (ineffective and known and "input" in given):
         return None
     given.pop("inplace", None)  # as ``writes`` tells
+    if kind == "neg":
+        return "mul", {**given, "other": -1.0}
     if kind == "dropout":
         is_off = given.get("training", True) is False or given.get("p") == 0
         return ("same", given) if is_off else None

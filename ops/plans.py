@@ -116,8 +116,7 @@ def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]
 
 def places_read(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> tuple[int, ...]:
     """Which of a call's tensors its backward pass reads, where it gives the gradients of the ``wanted`` ones."""
-    dtype = Arguments.of(call, tensors).dtype
-    call = _precise(call, dtype, tensors)
+    call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
     *matrices, first = contraction_of(call.chain).reads(Arguments.of(call, tensors), wanted)
     steps = call.chain.steps
     end = max((place for place, step in enumerate(steps, 1) if not step.adds), default=0)  # nor what is added last
