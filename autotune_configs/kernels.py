@@ -170,8 +170,8 @@ class LinearKernel(Kernel):
 
     @property
     def _loads_tensors(self) -> bool:
-        """Whether the chain has operands of the product's shape (``Chain.kernel``), or keeps earlier values."""
-        return "_tensor" in self.name or "_earlier" in self.name
+        """Whether the chain has operands of the product's shape (``Chain.kernel``)."""
+        return "_tensor" in self.name
 
     @property
     def space(self):
@@ -196,10 +196,10 @@ class LinearKernel(Kernel):
         """The config in strips where the epilogue needs registers beside the tile's, with as many of its stages as fit
         beside what the epilogue keeps in shared memory.
 
-        Tensors that are loaded need registers. With the tile in two strips, a chain with two of them spills at most 64
-        bytes (sm_100), in one up to 424 (compiled offline for sm_80 to sm_120, triton 3.6 to 3.9). So do exponentials
-        and polynomials beside full tiles: two of them spill up to 1.5 KB in one strip and at most 56 bytes in two
-        (sm_90, triton 3.7).
+        Tensors that are loaded need registers, and so do earlier values beside a norm. With the tile in two strips, a
+        chain with two of them spills at most 64 bytes (sm_100), in one up to 560 (compiled offline for sm_80 to sm_120,
+        triton 3.6 to 3.9). So do exponentials and polynomials beside full tiles: two of them spill up to 1.5 KB in one
+        strip and at most 56 bytes in two (sm_90, triton 3.7).
         """
         group_size = problem.sizes[3]
         if self._reduces:
@@ -246,7 +246,8 @@ class LinearKernel(Kernel):
 
     def _needs_strips(self, config: LinearConfig) -> bool:
         is_full = config.block_m * config.block_n > _MOST_VALUES_A_THREAD // 2 * 32 * config.num_warps
-        return config.stacks_warps and (self._loads_tensors or (is_full and self._terms > 1))
+        keeps_values = self._loads_tensors or ("_earlier" in self.name and "_group_norm" in self.name)
+        return config.stacks_warps and (keeps_values or (is_full and self._terms > 1))
 
     @cached_property
     def _terms(self) -> int:

@@ -19,6 +19,8 @@ CONTRACTIONS = {
     "conv2d": (F.conv2d, ("weight", "bias", "stride", "padding", "dilation", "groups")),
     "conv_transpose2d": (F.conv_transpose2d, ("weight", "bias", *convolution.DEFAULTS)),
 }
+#: In no chain: their bias alone is.
+CONVOLUTIONS = F.conv1d, F.conv3d, F.conv_transpose1d, F.conv_transpose3d
 NORMS = {
     "group_norm": ((F.group_norm, torch.group_norm), ("num_groups", "weight", "bias", "eps", "cudnn_enabled")),
     "layer_norm": ((F.layer_norm, torch.layer_norm), ("normalized_shape", "weight", "bias", "eps", "cudnn_enabled")),

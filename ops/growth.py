@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ops import checks, pointwise, precision
-from ops.graph_nodes import NORMS, bound, example, is_computed_on_the_way, memory, number, writes
+from ops.graph_nodes import CONVOLUTIONS, NORMS, bound, example, is_computed_on_the_way, memory, number, writes
 from ops.pointwise import Step
 
 _log = logging.getLogger(__name__)
@@ -70,10 +70,15 @@ class Growth:
         return is_chain and all(user in self.nodes for node in self.nodes[:-1] for user in node.users)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a compiler computes all that uses its result together with it: unless it multiplies, as Linear."""
+    def is_computed_on_the_way(self) -> bool:
+        """Whether a compiler computes it together with all that uses its result, or a layer norm with what it is of:
+        unless it multiplies, as Linear."""
+        if self.contraction == "linear":
+            return False
         users = self.value.users
-        return self.contraction != "linear" and len(users) > 0 and all(map(is_computed_on_the_way, users))
+        follows = not self.contraction and self.norm and self.norm[0] == "layer_norm" and len(self.start.users) == 1
+        is_of_sum = follows and (self.start.target in CONVOLUTIONS or is_computed_on_the_way(self.start))
+        return bool(is_of_sum) or (len(users) > 0 and all(map(is_computed_on_the_way, users)))
 
     def ends(self) -> list["Growth"]:
         """It and all that it grows to, the longest first."""

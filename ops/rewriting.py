@@ -17,9 +17,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ops import convolution, family, functions, precision
+from ops import convolution, family, functions, pointwise, precision
 from ops.chain import Chain
-from ops.graph_nodes import CONTRACTIONS, NORMS, Surroundings, bound, example, memory, name_of, writes
+from ops.graph_nodes import CONTRACTIONS, CONVOLUTIONS, NORMS, Surroundings, bound, example, memory, name_of, writes
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
 
@@ -68,8 +68,9 @@ def graphs(module: GraphModule) -> list[GraphModule]:
 def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
     if any("increment_nesting" in name_of(node) for node in graph.nodes):
         return  # of torch.func, which does not know the chains
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         _without_shapes(node)
+        _with_bias_apart(node)
     surroundings = Surroundings.of(graph)
     taken: set[Node] = set()
     for kinds in CONTRACTIONS, NORMS:
@@ -79,7 +80,7 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
                 continue
             starts = [Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else beginnings(node, given)
             for end in (end for start in starts for end in start.ends() if end.is_whole):
-                if compiles and end.goes_on:
+                if compiles and end.is_computed_on_the_way:
                     break
                 if not surroundings.allow(end.nodes):
                     node.meta.setdefault(REFUSAL, "something writes to a tensor that the chain would keep")
@@ -98,6 +99,33 @@ def _without_shapes(node: Node) -> None:
             node.target, node.args = str(node.target)[:-3], (node.args[0], tuple(shape))
 
 
+def _with_bias_apart(node: Node) -> None:
+    """Let a convolution that is in no chain add its bias in a node of its own, for a chain to take. (PyTorch adds it in
+    a kernel of its own.)"""
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    bias = given.get("bias")
+    if node.target not in CONVOLUTIONS or bias is None or not _comes_to_group_norm(node):
+        return
+    values, writer = example(node), _Writer(node.graph, node, node)
+    vector = writer.call(torch.ops.aten.to.dtype, bias, values.dtype)
+    vector = writer.call(torch.ops.aten.view.default, vector, [-1] + [1] * (example(given["weight"]).ndim - 2))
+    total = _Writer(node.graph, node).call(torch.add, node, vector)
+    total.meta["example_value"] = values
+    node.meta["example_value"] = values.detach().clone().requires_grad_(values.requires_grad)
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+    node.args = tuple([None if each is bias else each for each in node.args])
+    node.kwargs = {name: None if each is bias else each for name, each in node.kwargs.items()}
+
+
+def _comes_to_group_norm(node: Node) -> bool:
+    """Whether a group norm follows, behind pointwise functions alone."""
+    kind = "relu"
+    while hasattr(pointwise, kind) and node.users:
+        node = max(node.users)
+        kind, _ = bound(node) or ("", {})
+    return kind == "group_norm"
+
+
 def calls(node: Node) -> tuple[str, ...]:
     """The ids of the modules in whose calls a node was captured, from the outside in."""
     return tuple(str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {}))
@@ -113,10 +141,10 @@ def _common(each_nodes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Adds nodes behind one of a graph's, each of which is tried with the fake tensors first."""
+    """Adds nodes behind one of a graph's, or before ``place``, each of which is tried with the fake tensors first."""
 
-    def __init__(self, graph: Graph, last: Node):
-        self.graph, self.last, self.place = graph, last, last.next
+    def __init__(self, graph: Graph, last: Node, place: Node | None = None):
+        self.graph, self.last, self.place = graph, last, place or last.next
         self.added: list[Node] = []
 
     def call(self, function: Any, *arguments: Any, **options: Any) -> Node:

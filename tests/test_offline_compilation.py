@@ -197,6 +197,7 @@ UNTUNED = (
     Chain("linear", norm="", after=(activations.RELU, arithmetic.MUL_NUMBER, ADD.with_operand("tensor"))),
     Chain("linear", norm="", after=(SILU, SILU, SILU)),
     Chain("linear", after=(SILU, ADD.with_operand("earlier 1"))),
+    Chain("linear", norm="", after=(activations.SIGMOID, MUL.with_operand("earlier 1"), arithmetic.MUL_NUMBER)),
 )
 
 

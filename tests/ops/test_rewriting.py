@@ -70,7 +70,22 @@ LAYERS = {
     "convolution of other dimensions": (
         lambda: [nn.Conv1d(8, 16, 3), nn.Softplus(2.0, 3.0), nn.GroupNorm(4, 16), nn.ReLU6()],
         (2, 8, 7),
-        [f"softplus -> {AFFINE} -> hardtanh"],
+        [f"add -> softplus -> {AFFINE} -> hardtanh"],
+    ),
+    "convolution of other dimensions without a bias": (
+        lambda: [nn.ConvTranspose3d(8, 16, 3, bias=False), nn.GroupNorm(4, 16)],
+        (2, 8, 3, 4, 5),
+        [AFFINE],
+    ),
+    "convolution of other dimensions, of one image": (
+        lambda: [nn.Conv1d(8, 16, 3), nn.GroupNorm(1, 5)],
+        (8, 7),
+        [AFFINE],
+    ),
+    "convolution of other dimensions and layer norm": (
+        lambda: [nn.Conv1d(8, 16, 3), nn.ReLU(), nn.LayerNorm(5)],
+        (2, 8, 7),
+        [f"relu -> {AFFINE}"],
     ),
     "convolution and pointwise": (lambda: [nn.Conv2d(8, 16, 3), nn.ReLU()], IMAGES, []),
     "batch norm": (lambda: [nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()], IMAGES, []),
@@ -131,6 +146,24 @@ def test_steps(name, first):
     else:
         check(lambda x, w, *rest: norm(function(F.linear(x, w), *rest)), [draw(*ROWS), draw(*WEIGHT), *others],
               [f"{LINEAR} -> {expected} -> {AFFINE}"])  # fmt: skip
+
+
+def test_bias_of_a_convolution_whose_result_is_kept():
+    """The bias is added in a chain that takes its sum twice; not where the sum is used elsewhere."""
+
+    def swish(x, weight, bias):
+        y = F.conv3d(x, weight, bias=bias, padding=1)
+        return F.group_norm(y * torch.sigmoid(y), 2)
+
+    def residual(x, weight, bias):
+        y = F.conv3d(x, weight, bias, padding=1)
+        return y + F.group_norm(F.silu(y), 2)
+
+    arguments = draw(2, 4, 3, 4, 5), draw(4, 4, 3, 3, 3), draw(4)
+    chain = f"add -> sigmoid -> mul earlier 1 -> {AFFINE}"
+    check(swish, arguments, [chain], gradient_tolerance=1e-4)
+    check(residual, arguments, [f"silu -> {AFFINE} -> add tensor"], gradient_tolerance=1e-4)
+    check(swish, [each.detach().bfloat16() for each in arguments], [chain])
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)])
