@@ -207,6 +207,29 @@ def test_backend(mode, fresh_compiler):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_of_a_fused_convolution(dtype, fresh_compiler):
+    """The GroupNorm behind a convolution that is PyTorch's adds its bias, under autocast too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()).to(DEVICE)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    report = ops.fuse(fused)
+    errors = []
+    for _ in range(2):
+        input = torch.randn(3, 8, 6, 17, 18, device=DEVICE)
+        for model in (exact, plain, fused):
+            given = input.to(next(model.parameters()).dtype).requires_grad_()
+            with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32 and model is not exact):
+                output = model(given)
+            of_each = output, *torch.autograd.grad(output.double().sin().sum(), [given, *model.parameters()])
+            if model is exact:
+                expected = of_each
+            errors.append([(one - other).norm() / other.norm() for one, other in zip(of_each, expected, strict=True)])
+        for ours, theirs in zip(errors[-1], errors[-2], strict=True):
+            assert ours <= 1.1 * theirs + 1e-6
+    assert [each.chain for each in report.chains] == ["add -> group_norm -> mul -> add -> silu"]
+
+
 # Autocast.
 
 
