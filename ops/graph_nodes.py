@@ -14,42 +14,40 @@ from torch.fx.node import map_arg
 
 from ops import convolution, pointwise
 
-CONTRACTIONS = {
-    "linear": (F.linear, ("weight", "bias")),
-    "conv2d": (F.conv2d, ("weight", "bias", "stride", "padding", "dilation", "groups")),
-    "conv_transpose2d": (F.conv_transpose2d, ("weight", "bias", *convolution.DEFAULTS)),
-}
+CONTRACTIONS = "linear", "conv2d", "conv_transpose2d"
+NORMS = "group_norm", "layer_norm"
 #: In no chain: their bias alone is.
 CONVOLUTIONS = F.conv1d, F.conv3d, F.conv_transpose1d, F.conv_transpose3d
-NORMS = {
-    "group_norm": ((F.group_norm, torch.group_norm), ("num_groups", "weight", "bias", "eps", "cudnn_enabled")),
-    "layer_norm": ((F.layer_norm, torch.layer_norm), ("normalized_shape", "weight", "bias", "eps", "cudnn_enabled")),
-}
-#: Return their input where they are off.
-_DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout
-#: May return their input, a view that is no other, or a copy in the same dtype.
-_SAME = (
-    *(torch.flatten, "flatten", torch.reshape, "reshape", "contiguous", torch.clone, "clone"),
-    *("to", "type", "type_as", "float", "half", "bfloat16", "view", "expand", operator.pos, "positive"),
+#: Functions beside the pointwise ones: what they are here, what PyTorch calls them, what they take after their input.
+_FUNCTIONS = (
+    ("linear", "linear", "weight bias"),
+    ("conv2d", "conv2d", "weight bias stride padding dilation groups"),
+    ("conv_transpose2d", "conv_transpose2d", " ".join(("weight", "bias", *convolution.DEFAULTS))),
+    ("group_norm", "group_norm", "num_groups weight bias eps cudnn_enabled"),
+    ("layer_norm", "layer_norm", "normalized_shape weight bias eps cudnn_enabled"),
+    ("minimum", "min", "dim keepdim"),
+    ("product", "matmul mm", "weight"),
+    ("addmm", "addmm", "first second"),
+    ("addcmul", "addcmul", "first second"),
+    ("neg", "neg negative", ""),
+    ("clamp", "clamp_min", "min"),
+    ("clamp", "clamp_max", "max"),
+    # They return their input where they are off.
+    ("dropout", "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "p training inplace"),
+    # They may return their input, a view that is no other, or a copy in the same dtype.
+    ("same", "flatten reshape contiguous clone to type type_as float half bfloat16 view expand pos positive", ""),
 )
-#: Arithmetic as operators, and other names of functions.
+#: What pointwise functions are called besides.
 _ALSO = {
-    "add": (operator.add, operator.iadd),
-    "sub": (operator.sub, operator.isub, torch.subtract, "subtract"),
-    "mul": (operator.mul, operator.imul, torch.multiply, "multiply"),
-    "div": (operator.truediv, operator.itruediv, torch.divide, torch.true_divide, "divide", "true_divide"),
-    "clamp": (torch.clip, "clip", "clip_"),
-}
-#: Functions that are others with some of their arguments: by target their names, with those of their arguments.
-_AS_OTHERS = {
-    **dict.fromkeys((torch.clamp_min, "clamp_min"), ("clamp", ("min",))),
-    **dict.fromkeys((torch.clamp_max, "clamp_max"), ("clamp", ("max",))),
-    **dict.fromkeys((operator.neg, torch.neg, torch.negative, "neg", "negative"), ("neg", ())),
+    "add": "iadd",
+    "sub": "isub subtract",
+    "mul": "imul multiply",
+    "div": "truediv itruediv divide true_divide",
+    "clamp": "clip clip_",
 }
 #: What a function may be given besides, if it is this.
 _WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
-#: Products, and what makes a matrix the transposed one.
-_PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm")
+#: What makes a matrix the transposed one.
 _TRANSPOSING = ("getattr", "numpy_T", "t", "transpose", "permute", "swapaxes", "swapdims")
 #: Whose functions write to no tensor, but for those in place and those that keep statistics in their arguments.
 _PURE = ("_operator", "builtins", "math", "torch", "torch._C._nn", "torch.nn.functional")
@@ -60,34 +58,25 @@ _ON_THE_WAY = {
     *("dropout", "batch_norm", "instance_norm", "rms_norm", "exp", "log", "sqrt", "pow", "neg"),
     *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "max_pool1d", "max_pool2d", "max_pool3d"),
 }
-_IN_PLACE = {
-    getattr(operator, name)
-    for name in ("setitem", "delitem", *(f"i{each}" for each in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"
-    )))
-}  # fmt: skip
+_IN_PLACE = {operator.setitem, operator.delitem} | {
+    function for name, function in vars(operator).items() if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")
+}
 
 
 def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
     """By function, or method's name: what it is called here, and what it takes after its input."""
-    found: dict[Any, tuple[str, tuple[str, ...]]] = dict.fromkeys(_SAME, ("same", ()))
-    found |= dict.fromkeys(_DROPOUTS, ("dropout", ("p", "training", "inplace")))
-    found |= {target: (kind, names) for kind, (target, names) in CONTRACTIONS.items()}
-    found |= {target: (kind, names) for kind, (targets, names) in NORMS.items() for target in targets}
-    found |= dict.fromkeys((torch.min, "min"), ("minimum", ("dim", "keepdim")))
-    found |= dict.fromkeys(_PRODUCTS, ("product", ("weight",)))
-    found |= _AS_OTHERS
-    found |= dict.fromkeys((torch.addcmul, "addcmul"), ("addcmul", ("first", "second")))
-    found |= dict.fromkeys((torch.addmm, "addmm"), ("addmm", ("first", "second")))
+    functions = [(kind, spelled.split(), tuple(names.split())) for kind, spelled, names in _FUNCTIONS]
     for kind in pointwise.__all__:
         if kind.islower() and kind not in ("apply", "earlier"):
             names = tuple(inspect.signature(getattr(pointwise, kind)).parameters)
             names += () if names == ("other",) else ("inplace",)
-            spelled = [kind, f"{kind}_"]
-            targets = [each for each in spelled if hasattr(torch.Tensor, each)]
-            targets += [getattr(module, each) for module in (torch, F) for each in spelled if hasattr(module, each)]
-            found |= dict.fromkeys((*targets, *_ALSO.get(kind, ())), (kind, names))
-    return found
+            functions.append((kind, [kind, f"{kind}_", *_ALSO.get(kind, "").split()], names))
+    return {
+        target: (kind, names)
+        for kind, spelled, names in functions
+        for name in spelled
+        for target in (name, *(getattr(module, name, name) for module in (operator, torch, F)))
+    }
 
 
 _PARAMETERS = _parameters()
@@ -101,11 +90,8 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
     given = {**dict(zip(("input", *names), node.args, strict=False)), **node.kwargs}
     if kind == "same":
         return kind, {"input": node.args[0]} if node.args else given
-    others = [name for name in _WITHOUT_EFFECT if name in given and name not in names]
-    ineffective = all(given.pop(name) == _WITHOUT_EFFECT[name] for name in others)
-    names = ("input", *names)
-    known = len(node.args) <= len(names) and given.keys() <= {*names}
-    if not (ineffective and known and "input" in given):
+    others = {name: given.pop(name) for name in given.keys() - {"input", *names}}
+    if "input" not in given or len(node.args) > 1 + len(names) or not others.items() <= _WITHOUT_EFFECT.items():
         return None
     given.pop("inplace", None)  # as ``writes`` tells
     if kind == "neg":
@@ -115,7 +101,7 @@ def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
         return ("same", given) if is_off else None
     if kind == "product":  # with a transposed matrix it is a linear layer
         matrix = _transposed(given.get("weight"))
-        return matrix and ("linear", {"input": given["input"], "weight": matrix})
+        return matrix and ("linear", {**given, "weight": matrix})
     if kind == "addmm":
         matrix, shape = _transposed(given.get("second")), getattr(example(given["input"]), "shape", ())
         is_bias = matrix and shape == example(matrix).shape[:1]
