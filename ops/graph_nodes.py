@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ops import convolution, pointwise
+from ops import pointwise
 
 CONTRACTIONS = "linear", "conv2d", "conv_transpose2d"
 NORMS = "group_norm", "layer_norm"
@@ -22,7 +21,7 @@ CONVOLUTIONS = F.conv1d, F.conv3d, F.conv_transpose1d, F.conv_transpose3d
 _FUNCTIONS = (
     ("linear", "linear", "weight bias"),
     ("conv2d", "conv2d", "weight bias stride padding dilation groups"),
-    ("conv_transpose2d", "conv_transpose2d", " ".join(("weight", "bias", *convolution.DEFAULTS))),
+    ("conv_transpose2d", "conv_transpose2d", "weight bias stride padding output_padding groups dilation"),
     ("group_norm", "group_norm", "num_groups weight bias eps cudnn_enabled"),
     ("layer_norm", "layer_norm", "normalized_shape weight bias eps cudnn_enabled"),
     ("minimum", "min", "dim keepdim"),
@@ -124,25 +123,38 @@ def _transposed(node: Any) -> Node | None:
 
 
 def writes(node: Node) -> bool:
-    """Whether it may write to a tensor, or change how what follows is computed: all that is not known to do neither."""
-    if node.op not in ("call_function", "call_method"):
-        return node.op == "call_module"
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    name = name_of(node)
+    """Whether it may write to a tensor, or change how what follows is computed."""
+    return _written(node) != ((), True)
+
+
+def _written(node: Node) -> tuple[Any, bool]:
+    """The arguments to which a node may write, and whether it does nothing else that others see. Of what is not known
+    all may be."""
+    target, name, arguments = node.target, name_of(node), (node.args, node.kwargs)
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    if node.op not in ("call_function", "call_method", "call_module") or (
+        is_operator and not target._schema.is_mutable
+    ):
+        return (), True
+    if is_operator:
+        return arguments, len(node.all_input_nodes) > 0
+    if node.op == "call_module" or not (isinstance(target, str) or getattr(target, "__module__", "") in _PURE):
+        attributes = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
+        bodies = [each for each in map(vars(node.graph.owning_module)["_modules"].get, attributes) if each is not None]
+        are_pure = bodies and not any(writes(each) for body in bodies for each in body.graph.nodes)
+        return () if are_pure else arguments, False
     given: Any = node.kwargs
     with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature, a method's name neither
         given = inspect.signature(target).bind_partial(*node.args, **node.kwargs).arguments
-    return (
-        not (isinstance(target, str) or getattr(target, "__module__", "") in _PURE)
-        or target in _IN_PLACE
+    if any(each in name for each in _KEEPING) or given.get("out") is not None:
+        return arguments, len(node.all_input_nodes) > 0
+    is_in_place = (
+        target in _IN_PLACE
         or (name.endswith("_") and not name.endswith("__"))
         or name.startswith(("__i", "__set", "__del"))
-        or any(each in name for each in _KEEPING)
         or bool(given.get("inplace"))
-        or given.get("out") is not None
     )
+    return (node.args[:1] or arguments, len(node.all_input_nodes) > 0) if is_in_place else ((), True)
 
 
 def name_of(node: Node) -> str:
@@ -187,47 +199,29 @@ def memory(value: Any) -> int | None:
         return None
 
 
-def _written(node: Node) -> tuple[set[int | None], bool]:
-    """The memory of a node's inputs that it may write to, if it ``writes``, and whether that is all that it does."""
-    target, name = node.target, name_of(node)
-    is_operator = isinstance(target, torch._ops.OpOverload)
-    is_known = is_operator or isinstance(target, str) or getattr(target, "__module__", "") in _PURE
-    is_all = is_known and node.op != "call_module" and len(node.all_input_nodes) > 0
-    attributes = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
-    bodies = [each for each in map(vars(node.graph.owning_module)["_modules"].get, attributes) if each is not None]
-    if bodies and not any(writes(each) for body in bodies for each in body.graph.nodes):
-        return set(), is_all
-    keeps = not is_all or is_operator or any(each in name for each in _KEEPING) or node.kwargs.get("out") is not None
-    found: list[Node] = []
-    map_arg(node.args[0] if node.args and not keeps else (node.args, node.kwargs), found.append)
-    return set(map(memory, found)), is_all
-
-
-@dataclass(frozen=True)
 class Surroundings:
     """What a graph's nodes do to one another beside their values.
 
     Attributes:
-        writing: What each node that writes may write to among its inputs' memory, and whether that is all that it does.
         autocasts: By node the arguments of the autocast regions within the graph that it is in.
     """
 
-    writing: dict[Node, tuple[set[int | None], bool]]
-    autocasts: dict[Node, tuple[tuple, ...]]
-
-    @classmethod
-    def of(cls, graph: Graph) -> "Surroundings":
-        """Those in the graph as it is."""
+    def __init__(self, graph: Graph) -> None:
+        self.autocasts: dict[Node, tuple[tuple, ...]] = {}
+        #: The memory that a node may write to, and whether it does nothing else, where it writes.
+        self._writing: dict[Node, tuple[set[int | None], bool]] = {}
         regions: dict[Node, tuple] = {}
-        autocasts = {}
         for node in graph.nodes:
-            name = name_of(node)
-            if name == "_enter_autocast":
+            if name_of(node) == "_enter_autocast":
                 regions[node] = node.args
-            elif name == "_exit_autocast":
+            elif name_of(node) == "_exit_autocast":
                 regions.pop(node.args[0], None)
-            autocasts[node] = tuple(regions.values())
-        return cls({node: _written(node) for node in graph.nodes if writes(node)}, autocasts)
+            self.autocasts[node] = tuple(regions.values())
+            arguments, is_all = _written(node)
+            found: list[Node] = []
+            map_arg(arguments, found.append)
+            if found or not is_all:
+                self._writing[node] = set(map(memory, found)), is_all
 
     def allow(self, nodes: tuple[Node, ...]) -> bool:
         """Whether these may all be computed where the last of them is, from what they take.
@@ -239,8 +233,8 @@ class Surroundings:
         taken: set[int | None] = set()
         node, last, is_behind = nodes[0], nodes[-1], False
         while node.op != "output" and (not is_behind or example(last).requires_grad):
-            if node in self.writing and node not in own:
-                written, is_all = self.writing[node]
+            if node in self._writing and node not in own:
+                written, is_all = self._writing[node]
                 if taken & written or not (is_all or is_behind):
                     return False
             if node in own:

@@ -71,7 +71,7 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
     for node in list(graph.nodes):
         _without_shapes(node)
         _with_bias_apart(node)
-    surroundings = Surroundings.of(graph)
+    surroundings = Surroundings(graph)
     taken: set[Node] = set()
     for kinds in CONTRACTIONS, NORMS:
         for node in list(graph.nodes):
