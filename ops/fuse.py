@@ -176,15 +176,12 @@ def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
     alive = taker()
     result = alive and alive.take(graph)
     for each in rewriting.graphs(graph):
-        checkpoints = each.graph.find_nodes(op="call_function", target=_CHECKPOINT, sort=False)
-        plain = [node for node in checkpoints if "context_fn" not in node.kwargs]
-        for node in plain:
-            node.target, node.kwargs = _checkpoint, {}
-        chains = each.graph.find_nodes(op="call_function", target=torch.ops.normfuse.chain.default, sort=False)
-        for node in chains:
-            node.target = call_in_graph
-        if plain or chains:
-            each.recompile()
+        for node in each.graph.nodes:
+            if node.target is _CHECKPOINT and "context_fn" not in node.kwargs:
+                node.target, node.kwargs = _checkpoint, {}
+            elif node.target is torch.ops.normfuse.chain.default:
+                node.target = call_in_graph
+        each.recompile()
     return result or graph.forward
 
 
