@@ -130,14 +130,12 @@ def writes(node: Node) -> bool:
 def _written(node: Node) -> tuple[Any, bool]:
     """The arguments to which a node may write, and whether it does nothing else that others see. Of what is not known
     all may be."""
-    target, name, arguments = node.target, name_of(node), (node.args, node.kwargs)
-    is_operator = isinstance(target, torch._ops.OpOverload)
-    if node.op not in ("call_function", "call_method", "call_module") or (
-        is_operator and not target._schema.is_mutable
-    ):
+    target, name = node.target, name_of(node)
+    arguments, has_tensors = (node.args, node.kwargs), len(node.all_input_nodes) > 0
+    if node.op not in ("call_function", "call_method", "call_module"):
         return (), True
-    if is_operator:
-        return arguments, len(node.all_input_nodes) > 0
+    if isinstance(target, torch._ops.OpOverload):
+        return (arguments, has_tensors) if target._schema.is_mutable else ((), True)
     if node.op == "call_module" or not (isinstance(target, str) or getattr(target, "__module__", "") in _PURE):
         attributes = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
         bodies = [each for each in map(vars(node.graph.owning_module)["_modules"].get, attributes) if each is not None]
@@ -147,14 +145,14 @@ def _written(node: Node) -> tuple[Any, bool]:
     with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature, a method's name neither
         given = inspect.signature(target).bind_partial(*node.args, **node.kwargs).arguments
     if any(each in name for each in _KEEPING) or given.get("out") is not None:
-        return arguments, len(node.all_input_nodes) > 0
+        return arguments, has_tensors
     is_in_place = (
         target in _IN_PLACE
         or (name.endswith("_") and not name.endswith("__"))
         or name.startswith(("__i", "__set", "__del"))
         or bool(given.get("inplace"))
     )
-    return (node.args[:1] or arguments, len(node.all_input_nodes) > 0) if is_in_place else ((), True)
+    return (node.args[:1] or arguments, has_tensors) if is_in_place else ((), True)
 
 
 def name_of(node: Node) -> str:

@@ -32,7 +32,8 @@ class Growth:
         before: The steps before the norm.
         steps: Those since, or all where there is no norm.
         norm: The norm's name, and what it is given.
-        bias: What is added to the row minimum, in a tuple, where there is one.
+        has_minimum: Whether the row minimum follows the norm.
+        bias: What is added to that.
         places: By node how many steps had made its value.
     """
 
@@ -44,13 +45,9 @@ class Growth:
     before: tuple[Step, ...] = ()
     steps: tuple[Step, ...] = ()
     norm: tuple[str, dict[str, Any]] | None = None
-    bias: tuple[Any, ...] = ()
+    has_minimum: bool = False
+    bias: Any = None
     places: dict[Node, int] = field(default_factory=dict)
-
-    @classmethod
-    def of_contraction(cls, node: Node, kind: str, given: dict[str, Any]) -> "Growth":
-        """A contraction alone."""
-        return cls(node, kind, given, nodes=(node,), places={node: 0})
 
     @property
     def value(self) -> Node:
@@ -82,25 +79,27 @@ class Growth:
 
     def ends(self) -> list["Growth"]:
         """It and all that it grows to, the longest first."""
-        found = [self]
-        while found[-1].value.users:
-            users = sorted(user for user in found[-1].value.users if user not in found[-1].nodes)
-            node = next((user for user in users if user in self.path), users[0] if users else None)
-            kind, given = (node is not None and bound(node)) or ("", {})
-            try:
-                grown = kind and found[-1]._with(node, kind, given)
-            except Exception:  # of its arguments, or of sizes that no graph knows
-                _log.debug("%s ends a chain", node, exc_info=True)
-                break
-            if not grown:
-                break
+        found, grown = [], self
+        while grown:
             found.append(grown)
+            grown = grown._grown()
         return found[::-1]
+
+    def _grown(self) -> "Growth | None":
+        """It with the next node, where a chain may go on with that."""
+        users = [user for user in self.value.users if user not in self.nodes]
+        node = min(users, key=lambda user: (user not in self.path, user), default=None)
+        kind, given = (node and bound(node)) or ("", {})
+        try:
+            return self._with(node, kind, given) if node and kind else None
+        except Exception:  # of its arguments, or of sizes that no graph knows
+            _log.debug("%s ends a chain", node, exc_info=True)
+            return None
 
     def _with(self, node: Node, kind: str, given: dict[str, Any]) -> "Growth | None":
         value, nodes = self.value, (*self.nodes, node)
-        if self.bias:
-            return self._with_bias(node, kind, given) if self.bias == (None,) else None
+        if self.has_minimum:
+            return self._with_bias(node, kind, given) if self.bias is None else None
         if kind == "minimum":
             return self._with_minimum(node, given)
         old, new = example(value), example(node)
@@ -110,17 +109,14 @@ class Growth:
             return None
         if writes(node) and not (given["input"] is value and self._may_be_overwritten(value, node)):
             return None
-        places = {**self.places, node: len(self.steps)}
-        if kind in NORMS:
-            if self.norm or given["input"] is not value:
-                return None
+        if kind in NORMS and given["input"] is value and not self.norm:
             return replace(self, nodes=nodes, before=self.steps, steps=(), norm=(kind, given), places={node: 0})
-        if kind == "same":
-            is_same = given["input"] is value and new.stride() == old.stride()
-            return replace(self, nodes=nodes, places=places) if is_same else None
-        added = self._steps(kind, given, value)
-        places[node] = len(self.steps) + len(added)
-        return replace(self, nodes=nodes, steps=(*self.steps, *added), places=places) if added else None
+        is_same = kind == "same" and given["input"] is value and new.stride() == old.stride()
+        added = () if is_same else self._steps(kind, given, value)
+        if not (added or is_same):
+            return None
+        steps = (*self.steps, *added)
+        return replace(self, nodes=nodes, steps=steps, places={**self.places, node: len(steps)})
 
     def _may_be_overwritten(self, value: Node, node: Node) -> bool:
         """Whether nothing else sees that this node writes into the last value."""
@@ -145,10 +141,8 @@ class Growth:
         other = given["other"]
         if first is other:
             return (pointwise.mul(2.0),) if kind == "add" else ()
-        if first is value:
-            return (self._with_operand(function, other, value),)
-        if kind in ("add", "mul"):
-            return (self._with_operand(function, first, value),)
+        if first is value or kind in ("add", "mul"):
+            return (self._with_operand(function, other if first is value else first, value),)
         if kind == "sub" and not self._has(first):  # -value + first is exactly the same
             return pointwise.mul(-1.0), self._with_operand(pointwise.add, first, value)
         return ()
@@ -172,13 +166,13 @@ class Growth:
         asked = given.get("dim") in (1, -1) and given.get("keepdim") is True and given["input"] is self.value
         if not (follows and asked and len(readers) == 1 and readers[0].args[1:] == (0,)):
             return None
-        return replace(self, nodes=(*self.nodes, node, readers[0]), bias=(None,))
+        return replace(self, nodes=(*self.nodes, node, readers[0]), has_minimum=True)
 
     def _with_bias(self, node: Node, kind: str, given: dict[str, Any]) -> "Growth | None":
         bias = next((each for each in given.values() if each is not self.value), None)
         shape: tuple[int, ...] = getattr(example(bias), "shape", ())
         fits = kind == "add" and not writes(node) and checks.is_channel_axis(shape)
-        return replace(self, nodes=(*self.nodes, node), bias=(bias,)) if fits else None
+        return replace(self, nodes=(*self.nodes, node), bias=bias) if fits else None
 
 
 def beginnings(norm: Node, given: dict[str, Any]) -> Iterator[Growth]:

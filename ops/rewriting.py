@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ops import convolution, family, functions, pointwise, precision
-from ops.chain import Chain
 from ops.graph_nodes import CONTRACTIONS, CONVOLUTIONS, NORMS, Surroundings, bound, example, memory, name_of, writes
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
@@ -78,7 +77,8 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
             kind, given = (node not in taken and bound(node)) or ("", {})
             if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES:
                 continue
-            starts = [Growth.of_contraction(node, kind, given)] if kinds is CONTRACTIONS else beginnings(node, given)
+            contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
+            starts = [contraction] if kinds is CONTRACTIONS else beginnings(node, given)
             for end in (end for start in starts for end in start.ends() if end.is_whole):
                 if compiles and end.is_computed_on_the_way:
                     break
@@ -113,8 +113,7 @@ def _with_bias_apart(node: Node) -> None:
     total.meta["example_value"] = values
     node.meta["example_value"] = values.detach().clone().requires_grad_(values.requires_grad)
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
-    node.args = tuple([None if each is bias else each for each in node.args])
-    node.kwargs = {name: None if each is bias else each for name, each in node.kwargs.items()}
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: None if each is bias else each)
 
 
 def _comes_to_group_norm(node: Node) -> bool:
@@ -165,6 +164,17 @@ class _Writer:
         if example(node).ndim > 2:
             return self.call(torch.ops.aten.flatten.using_ints, node, 0, -2)
         return node if example(node).ndim == 2 else self.call(torch.ops.aten.unsqueeze.default, node, 0)
+
+    def operand_in_rows(self, node: Node, values: torch.Size, dimensions: int) -> Node:
+        """The operand of a matrix of values of this shape."""
+        shape, channels = example(node).shape, values[-dimensions:]
+        own = (1,) * (dimensions - len(shape)) + tuple(shape[-dimensions:])
+        is_vector = own == tuple(channels) and shape.numel() == channels.numel()
+        if is_vector or shape.numel() == 1:
+            return self.call(torch.ops.aten.reshape.default, node, [-1] if is_vector else [])
+        if shape != values:
+            raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
+        return self.in_rows(node, dimensions)
 
     def undo(self) -> None:
         """Leave the graph as it was."""
@@ -220,51 +230,36 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     given, input = growth.given, growth.given["input"]
     of_norm: tuple = (norm.get("weight"), norm.get("bias")) if kind else ()
     num_groups = int(example(norm["num_groups"])) if kind == "group_norm" else 1
-    before, after = (growth.before, growth.steps) if kind else ((), growth.steps)
     values = example(growth.nodes[0] if growth.contraction else input)
-    dimensions = 1
-    if kind == "layer_norm":
-        sizes = example(norm["normalized_shape"])
-        dimensions = len(sizes) if isinstance(sizes, (tuple, list)) else 1
-        if growth.contraction and (growth.contraction != "linear" or dimensions > 1):
-            raise ValueError("the norm is over more than the channels")
-    elif kind and growth.contraction == "linear" and values.ndim != 2:
+    dimensions = len(example(norm["normalized_shape"])) if kind == "layer_norm" else 1
+    if growth.contraction and kind == "layer_norm" and (growth.contraction != "linear" or dimensions > 1):
+        raise ValueError("the norm is over more than the channels")
+    if growth.contraction == "linear" and kind == "group_norm" and values.ndim != 2:
         raise ValueError("the norm's channels are not the last dimension")
-    is_last = growth.contraction == "linear" or kind == "layer_norm"
-    axes = range(values.ndim - dimensions, values.ndim) if is_last else range(1, 2)
     in_rows = kind == "layer_norm" and not growth.contraction
 
     def shaped(step: Step) -> Step:
-        if not isinstance(step.operand, Node):
-            return step
         operand = step.operand
-        what = _kind(example(operand).shape, values.shape, axes, is_last)
-        if in_rows:
-            operand = (
-                writer.in_rows(operand, dimensions)
-                if what == "tensor"
-                else writer.call(torch.ops.aten.reshape.default, operand, [-1] if what == "vector" else [])
-            )
+        if isinstance(operand, Node) and in_rows:
+            operand = writer.operand_in_rows(operand, values.shape, dimensions)
+        elif isinstance(operand, Node):
+            _check_broadcast(example(operand).shape, values.shape, growth.contraction == "linear")
         return Step(step.pointwise, operand)
 
-    before, after = tuple(map(shaped, before)), tuple(map(shaped, after))
+    before, after = tuple(map(shaped, growth.before)), tuple(map(shaped, growth.steps))
     if in_rows:
         input = writer.in_rows(input, dimensions)
         of_norm = tuple(each and writer.call(torch.ops.aten.flatten.using_ints, each, 0, -1) for each in of_norm)
     row = (input, given["weight"], given.get("bias")) if growth.contraction else (input, None)
     # With dynamic=True a norm's numbers are computed, too. The graph is then for these alone.
     eps = float(example(norm.get("eps", 1e-5))) if kind else 0.0
-    if growth.bias:
-        chain: Chain = functions.L75
-        numbers: tuple = ()
-        row = (*row, *of_norm, *growth.bias)
+    if growth.has_minimum:
+        chain, numbers = functions.L75, ()
     else:
-        steps = [[Step(each.pointwise, example(each.operand)) for each in part] for part in (before, after)]
         of_family = _FAMILIES[growth.contraction, kind and "group_norm"]
-        fakes = tuple(map(example, row)), tuple(map(example, of_norm))
-        chain, _, numbers = of_family.bind(*fakes, *steps)
-        row = (*row, *_nodes(before), *of_norm, *_nodes(after), None)
-    geometry = _geometry(growth) if growth.contraction not in ("", "linear") else ()
+        chain, _, numbers = of_family.bind(*map_arg((row, of_norm, before, after), example))
+    row = (*row, *_nodes(before), *of_norm, *_nodes(after), growth.bias)
+    geometry = _geometry(growth) if growth.contraction in convolution.IS_TRANSPOSED else ()
     text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype)
     result = writer.call(torch.ops.normfuse.chain.default, text, list(row), *rest)
     if in_rows:
@@ -276,21 +271,12 @@ def _nodes(steps: tuple[Step, ...]) -> list[Node]:
     return [step.operand for step in steps if isinstance(step.operand, Node)]
 
 
-def _kind(shape: torch.Size, values: torch.Size, axes: range, is_last: bool) -> str:
-    """What a tensor of this shape is to values whose channels are at ``axes``. Raises ValueError where that is nothing
-    that a chain takes."""
+def _check_broadcast(shape: torch.Size, values: torch.Size, has_rows: bool) -> None:
+    """A chain broadcasts a tensor of this shape as PyTorch does: what it is does not hang on leading ones. Raises
+    ValueError where it does. (That it fits is checked with the call.)"""
     padded = (1,) * (len(values) - len(shape)) + tuple(shape)
-    of_channels = [values[axis] if axis in axes else 1 for axis in range(len(values))]
-    if len(padded) == len(values):
-        if all(size == 1 for size in padded):
-            return "scalar"
-        if padded == tuple(of_channels):
-            return "vector"
-        if tuple(shape) == tuple(values):
-            return "tensor"
-        if not is_last and padded == (values[0], *of_channels[1:]):
-            return "sample"
-    raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
+    if pointwise.kind_of(shape, len(values), has_rows) != pointwise.kind_of(padded, len(values), has_rows):
+        raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
 
 
 def _geometry(growth: Growth) -> tuple:
