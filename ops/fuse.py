@@ -135,12 +135,11 @@ def _may_hold(module: nn.Module) -> bool:
         return False
     kind = type(module)
     owner = getattr(kind.forward, "__module__", None) or ""
-    is_layer = owner.startswith("torch.nn.modules.") and not module._modules
-    is_wrapper = owner.startswith("torch.") and not owner.startswith("torch.nn.modules.")
+    is_container = owner.startswith("torch.nn.modules.") and module._modules
     is_method = kind.forward is not nn.Module.forward and not isinstance(
         inspect.getattr_static(kind, "forward"), (staticmethod, classmethod)
     )
-    return is_method and not (is_layer or is_wrapper or owner.startswith("ops."))
+    return is_method and (bool(is_container) or not owner.startswith(("torch.", "ops.")))
 
 
 _numbers = itertools.count()
