@@ -115,11 +115,8 @@ class Chain(triton_kernels.chain.Chain):
             tuple([each for each, kind in zip(of_steps, kinds, strict=False) if kind is has_tensor])
             for has_tensor in (True, False)
         )
-        sizes: dict[str, Any] = convolution.DEFAULTS | geometry if self._convolves else {}
-        if is_plain:
-            of_padding = convolution.in_numbers(weight[0], sizes["stride"], sizes["padding"], sizes["dilation"])
-            sizes["padding"], sizes["output_padding"] = of_padding
-        return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, tuple(sizes.values()))
+        sizes = convolution.in_order(self.contraction, weight[0], geometry) if self._convolves else ()
+        return self.apply((input, *weight, *tensors, *of_bias), numbers, num_groups, eps, sizes)
 
     def apply(
         self,

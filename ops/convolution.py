@@ -111,6 +111,15 @@ def in_numbers(weight: Any, stride: Any, padding: Any, dilation: Any) -> tuple[A
     return (rows // 2, columns // 2), (rows % 2, columns % 2)
 
 
+def in_order(contraction: str, weight: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of ``DEFAULTS`` for PyTorch's function of this name, which is given some of them, in numbers."""
+    sizes: dict[str, Any] = {name: given.get(name, default) for name, default in DEFAULTS.items()}
+    if not IS_TRANSPOSED[contraction]:
+        of_padding = in_numbers(weight, sizes["stride"], sizes["padding"], sizes["dilation"])
+        sizes["padding"], sizes["output_padding"] = of_padding
+    return tuple(sizes.values())
+
+
 def check(
     transposed: bool,
     input: torch.Tensor,

@@ -319,7 +319,7 @@ class _Capture:
 
     def _left_in(self, graph: GraphModule) -> Iterator[LeftStep]:
         for node in graph.graph.nodes:
-            kind, given = bound(node) or ("", {})
+            kind, given = bound(node)
             if kind in CONTRACTIONS or kind in NORMS:
                 paths = [self._paths[key] for key in rewriting.calls(node) if key in self._paths]
                 yield LeftStep(paths[-1] if paths else "", kind, _reason(node, given))
@@ -332,7 +332,7 @@ def _reason(node: Node, given: dict[str, Any]) -> str:
         return _other_dtype(dtype)
     if rewriting.REFUSAL in node.meta:
         return node.meta[rewriting.REFUSAL]
-    while len(node.users) == 1 and (bound(user := next(iter(node.users))) or ("",))[0] == "same":
+    while len(node.users) == 1 and bound(user := next(iter(node.users)))[0] == "same":
         node = user
     users = [_name(user) for user in node.users]
     if users in ([], ["the model's result"]):

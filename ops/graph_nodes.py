@@ -81,30 +81,30 @@ def _parameters() -> dict[Any, tuple[str, tuple[str, ...]]]:
 _PARAMETERS = _parameters()
 
 
-def bound(node: Node) -> tuple[str, dict[str, Any]] | None:
-    """What the node is, and what it is given by name; None where chains are made of no such thing."""
+def bound(node: Node) -> tuple[str, dict[str, Any]]:
+    """What the node is, and what it is given by name; "" and nothing where chains are made of no such thing."""
     if node.op not in ("call_function", "call_method") or node.target not in _PARAMETERS:
-        return None
+        return "", {}
     kind, names = _PARAMETERS[node.target]
     given = {**dict(zip(("input", *names), node.args, strict=False)), **node.kwargs}
     if kind == "same":
         return kind, {"input": node.args[0]} if node.args else given
     others = {name: given.pop(name) for name in given.keys() - {"input", *names}}
     if "input" not in given or len(node.args) > 1 + len(names) or not others.items() <= _WITHOUT_EFFECT.items():
-        return None
+        return "", {}
     given.pop("inplace", None)  # as ``writes`` tells
     if kind == "neg":
         return "mul", {**given, "other": -1.0}
     if kind == "dropout":
         is_off = given.get("training", True) is False or given.get("p") == 0
-        return ("same", given) if is_off else None
+        return ("same", given) if is_off else ("", {})
     if kind == "product":  # with a transposed matrix it is a linear layer
         matrix = _transposed(given.get("weight"))
-        return matrix and ("linear", {**given, "weight": matrix})
+        return ("linear", {**given, "weight": matrix}) if matrix else ("", {})
     if kind == "addmm":
         matrix, shape = _transposed(given.get("second")), getattr(example(given["input"]), "shape", ())
         is_bias = matrix and shape == example(matrix).shape[:1]
-        return ("linear", {"input": given["first"], "weight": matrix, "bias": given["input"]}) if is_bias else None
+        return ("linear", {"input": given["first"], "weight": matrix, "bias": given["input"]}) if is_bias else ("", {})
     return kind, given
 
 
@@ -113,9 +113,8 @@ def _transposed(node: Any) -> Node | None:
     if not (isinstance(node, Node) and node.args and name_of(node) in _TRANSPOSING):
         return None
     matrix, transposed = example(node.args[0]), example(node)
-    is_reversed = matrix.ndim == 2 and (*matrix.shape, *matrix.stride()) == (
-        *transposed.shape[::-1], *transposed.stride()[::-1]
-    )  # fmt: skip
+    is_reversed = matrix.ndim == 2 and transposed.shape == matrix.shape[::-1]
+    is_reversed = is_reversed and transposed.stride() == matrix.stride()[::-1]
     results = [example(user) for user in node.users if user.op != "output"]
     # (A view that was made without gradients is a leaf that requires one.)
     is_detached = matrix.requires_grad and transposed.is_leaf and any(each.requires_grad for each in results)
@@ -162,7 +161,7 @@ def name_of(node: Node) -> str:
 
 def is_computed_on_the_way(node: Node) -> bool:
     """Whether a compiler computes what a node makes of a norm's result in the norm's own kernel."""
-    kind, _ = bound(node) or ("", {})
+    kind, _ = bound(node)
     return name_of(node) in _ON_THE_WAY or hasattr(pointwise, kind) or kind in NORMS
 
 

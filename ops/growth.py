@@ -57,7 +57,7 @@ class Growth:
     @property
     def own_nodes(self) -> tuple[Node, ...]:
         """All of it but what changes nothing at its end, such as a dropout that is off."""
-        steps = [place for place, node in enumerate(self.nodes, 1) if (bound(node) or ("",))[0] != "same"]
+        steps = [place for place, node in enumerate(self.nodes, 1) if bound(node)[0] != "same"]
         return self.nodes[: max(steps, default=0)]
 
     @property
@@ -89,7 +89,7 @@ class Growth:
         """It with the next node, where a chain may go on with that."""
         users = [user for user in self.value.users if user not in self.nodes]
         node = min(users, key=lambda user: (user not in self.path, user), default=None)
-        kind, given = (node and bound(node)) or ("", {})
+        kind, given = bound(node) if node else ("", {})
         try:
             return self._with(node, kind, given) if node and kind else None
         except Exception:  # of its arguments, or of sizes that no graph knows
@@ -180,7 +180,7 @@ def beginnings(norm: Node, given: dict[str, Any]) -> Iterator[Growth]:
     found = [Growth(given["input"], "", {}, frozenset([norm]))]
     while len(found) < _FARTHEST:
         node = found[-1].start
-        kind, given = bound(node) or ("", {})
+        kind, given = bound(node)
         if not (kind == "same" or hasattr(pointwise, kind)):
             break
         arguments: tuple[Any, ...] = given["input"], given.get("other")

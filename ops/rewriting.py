@@ -52,10 +52,8 @@ def rewrite(module: GraphModule, compiles: bool = False) -> tuple[Rewritten, ...
     """
     found: list[Rewritten] = []
     for each in graphs(module):
-        of_graph = list(_rewrite_graph(each.graph, compiles))
-        if of_graph:
-            each.recompile()
-        found += of_graph
+        found += _rewrite_graph(each.graph, compiles)
+        each.recompile()
     return tuple(found)
 
 
@@ -74,7 +72,7 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
     taken: set[Node] = set()
     for kinds in CONTRACTIONS, NORMS:
         for node in list(graph.nodes):
-            kind, given = (node not in taken and bound(node)) or ("", {})
+            kind, given = bound(node) if node not in taken else ("", {})
             if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES:
                 continue
             contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
@@ -121,7 +119,7 @@ def _comes_to_group_norm(node: Node) -> bool:
     kind = "relu"
     while hasattr(pointwise, kind) and node.users:
         node = max(node.users)
-        kind, _ = bound(node) or ("", {})
+        kind, _ = bound(node)
     return kind == "group_norm"
 
 
@@ -220,7 +218,7 @@ def _casts(user: Node, value: Node, dtype: torch.dtype) -> bool:
     if user.target is torch.ops.normfuse.chain.default:
         text, row = user.args[:2]
         return text.startswith(tuple(CONTRACTIONS)) and value not in row[2:] and text.endswith(f" {dtype}")
-    kind, _ = bound(user) or ("", {})
+    kind, _ = bound(user)
     return kind in CONTRACTIONS and example(user).dtype == dtype
 
 
@@ -238,15 +236,13 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
         raise ValueError("the norm's channels are not the last dimension")
     in_rows = kind == "layer_norm" and not growth.contraction
 
-    def shaped(step: Step) -> Step:
-        operand = step.operand
-        if isinstance(operand, Node) and in_rows:
-            operand = writer.operand_in_rows(operand, values.shape, dimensions)
-        elif isinstance(operand, Node):
-            _check_broadcast(example(operand).shape, values.shape, growth.contraction == "linear")
-        return Step(step.pointwise, operand)
+    def shaped(operand: Node) -> Node:
+        if in_rows:
+            return writer.operand_in_rows(operand, values.shape, dimensions)
+        _check_broadcast(example(operand).shape, values.shape, growth.contraction == "linear")
+        return operand
 
-    before, after = tuple(map(shaped, growth.before)), tuple(map(shaped, growth.steps))
+    before, after = map_arg((growth.before, growth.steps), shaped)
     if in_rows:
         input = writer.in_rows(input, dimensions)
         of_norm = tuple(each and writer.call(torch.ops.aten.flatten.using_ints, each, 0, -1) for each in of_norm)
@@ -259,7 +255,8 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
         of_family = _FAMILIES[growth.contraction, kind and "group_norm"]
         chain, _, numbers = of_family.bind(*map_arg((row, of_norm, before, after), example))
     row = (*row, *_nodes(before), *of_norm, *_nodes(after), growth.bias)
-    geometry = _geometry(growth) if growth.contraction in convolution.IS_TRANSPOSED else ()
+    convolves = growth.contraction in convolution.IS_TRANSPOSED
+    geometry = convolution.in_order(growth.contraction, example(given["weight"]), given) if convolves else ()
     text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype)
     result = writer.call(torch.ops.normfuse.chain.default, text, list(row), *rest)
     if in_rows:
@@ -277,16 +274,6 @@ def _check_broadcast(shape: torch.Size, values: torch.Size, has_rows: bool) -> N
     padded = (1,) * (len(values) - len(shape)) + tuple(shape)
     if pointwise.kind_of(shape, len(values), has_rows) != pointwise.kind_of(padded, len(values), has_rows):
         raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
-
-
-def _geometry(growth: Growth) -> tuple:
-    """A convolution's, in the order of ``convolution.DEFAULTS``."""
-    sizes: dict[str, Any] = {name: growth.given.get(name, default) for name, default in convolution.DEFAULTS.items()}
-    if growth.contraction == "conv2d":
-        weight = example(growth.given["weight"])
-        of_padding = convolution.in_numbers(weight, sizes["stride"], sizes["padding"], sizes["dilation"])
-        sizes["padding"], sizes["output_padding"] = of_padding
-    return tuple(sizes.values())
 
 
 def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dtype) -> Node:
