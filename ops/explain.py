@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from autotune_configs.lookup import Found
 from ops import operators, plain, precision, rewriting
 from ops.calls import Call, parse
-from ops.fuse import Captured
+from ops.fuse import captured
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
 from ops.plan import Plan
 from triton_kernels.chain import Chain
@@ -303,7 +303,7 @@ class _Capture:
 
     def call(self, *inputs: Any, **options: Any) -> Any:
         """The model's call."""
-        return Captured(self, whole=False)(self._model, *inputs, **options)
+        return captured(self, whole=False)(self._model, *inputs, **options)
 
     def take(self, graph: GraphModule) -> Callable:
         """What is to be called in the graph's place."""

@@ -151,7 +151,7 @@ def _call(module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
     return type(module).forward(module, *arguments, **options)
 
 
-class Captured:
+def captured(taker: Any, whole: bool = True) -> Callable:
     """A function of a module and its call's arguments, behind Dynamo.
 
     ``taker.take`` gets its graphs, and may return what is to run in a graph's place. A call is captured as one graph
@@ -160,15 +160,11 @@ class Captured:
     The function's code is a copy with a name of its own: Dynamo counts what it captures of each code, and remembers by
     its name which sizes changed. Dynamo keeps its backends for good: this one keeps nothing alive.
     """
-
-    def __init__(self, taker: Any, whole: bool = True) -> None:
-        code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
-        copy = types.FunctionType(code, dict(_call.__globals__))
-        weakref.finalize(self, torch._dynamo.reset_code, code).atexit = False
-        self._function = torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)), fullgraph=whole)
-
-    def __call__(self, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
-        return self._function(module, *arguments, **options)
+    code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_numbers)}")
+    copy = types.FunctionType(code, dict(_call.__globals__))
+    function = torch.compile(copy, backend=functools.partial(_give, weakref.ref(taker)), fullgraph=whole)
+    weakref.finalize(function, torch._dynamo.reset_code, code).atexit = False
+    return function
 
 
 def _give(taker: weakref.ref, graph: GraphModule, inputs: Any) -> Callable:
@@ -222,7 +218,7 @@ class FusedForward:
         self.has_run: set[bool] = set()
         self.is_fused = False
         self._hooks: tuple = ()
-        self._function: Captured | None = None
+        self._function: Callable | None = None
 
     def __call__(self, /, *arguments: Any, **options: Any) -> Any:
         module = self.module
@@ -244,7 +240,7 @@ class FusedForward:
             return None if self.module.training in self.has_run else self._look
         hooks = _hooks_of(self.module)  # of which Dynamo's guards know nothing
         if self._function is None:
-            self._hooks, self._function, self.chains = hooks, Captured(self), Counter()
+            self._hooks, self._function, self.chains = hooks, captured(self), Counter()
         return self._function if hooks == self._hooks else None
 
     def take(self, graph: GraphModule) -> None:
@@ -254,7 +250,7 @@ class FusedForward:
     def _look(self, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
         search, training = _Search(module), module.training
-        result = Captured(search)(module, *arguments, **options)
+        result = captured(search)(module, *arguments, **options)
         if search.has_captured:
             with _looking:
                 self.has_run.add(training)
