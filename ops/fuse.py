@@ -251,7 +251,7 @@ class FusedForward:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
         search, training = _Search(module), module.training
         result = captured(search)(module, *arguments, **options)
-        if search.has_captured:
+        if search.called:
             with _looking:
                 self.has_run.add(training)
                 search.install()
@@ -276,27 +276,26 @@ class _Search:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._modules = {str(id(each)): each for each in module.modules()}
-        self._called: set[nn.Module] = set()
+        self.called: set[nn.Module] = set()
         self._holders: dict[nn.Module, Counter[str]] = {}
-        self.has_captured = False
 
     def take(self, graph: GraphModule) -> None:
         """Rewrite a graph, and note whose chains were in it."""
-        self.has_captured = True
         for each in rewriting.graphs(graph):
-            self._called.update(*[self._of(rewriting.calls(node)) for node in each.graph.nodes])
+            self.called.update(*[self._around(rewriting.calls(node)) for node in each.graph.nodes])
         for chain in rewriting.rewrite(graph):
-            around = [each for each in (self._module, *self._of(chain.calls)) if not _has_own_forward(each)]
+            around = [each for each in self._around(chain.calls) if not _has_own_forward(each)]
             if around:
                 self._holders.setdefault(around[-1], Counter())[chain.chain] += 1
 
-    def _of(self, keys: Iterable[str]) -> list[nn.Module]:
-        return [self._modules[key] for key in keys if key in self._modules]
+    def _around(self, keys: Iterable[str]) -> list[nn.Module]:
+        """The modules in whose calls something was captured, by their ids, from the outside in."""
+        return [self._module, *[self._modules[key] for key in keys if key in self._modules]]
 
     def install(self) -> None:
         """Have those that hold chains run fused, and the others that were called as before ``fuse``."""
         within = {each for holder in self._holders for each in holder.modules() if each is not holder}
-        for each in self._called - {self._module, *self._holders} - within:
+        for each in self.called - {self._module, *self._holders} - within:
             forward = _fused_forward(each)
             if forward and not forward.is_fused:
                 each.__dict__.pop("forward", None)
