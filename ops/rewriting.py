@@ -69,10 +69,9 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
         _without_shapes(node)
         _with_bias_apart(node)
     surroundings = Surroundings(graph)
-    taken: set[Node] = set()
     for kinds in CONTRACTIONS, NORMS:
-        for node in list(graph.nodes):
-            kind, given = bound(node) if node not in taken else ("", {})
+        for node in graph.nodes:  # without those that are erased meanwhile
+            kind, given = bound(node)
             if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES:
                 continue
             contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
@@ -84,7 +83,6 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
                     node.meta.setdefault(REFUSAL, "something writes to a tensor that the chain would keep")
                     continue
                 if text := _put(graph, end, surroundings.autocasts[end.value]):
-                    taken.update(end.nodes)
                     yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.own_nodes)))
                     break
 
