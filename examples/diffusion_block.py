@@ -24,11 +24,11 @@ class Block(nn.Module):
 
 
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-channels, size = (320, 64) if device == "cuda" else (32, 8)
+batch, channels, size = (16, 320, 64) if device == "cuda" else (2, 32, 8)
 plain = Block(channels).to(device, dtype)
 fused = copy.deepcopy(plain)
 report = ops.fuse(fused)
-arguments = torch.randn(2, channels, size, size).to(device, dtype), torch.randn(2, 256).to(device, dtype)
+arguments = torch.randn(batch, channels, size, size).to(device, dtype), torch.randn(batch, 256).to(device, dtype)
 for _ in range(2):
     torch.testing.assert_close(fused(*arguments), plain(*arguments), atol=0.1, rtol=0.1)
 print(report)

@@ -96,7 +96,7 @@ def bound(node: Node) -> tuple[str, dict[str, Any]]:
     if kind == "neg":
         return "mul", {**given, "other": -1.0}
     if kind == "dropout":
-        is_off = given.get("training", True) is False or given.get("p") == 0
+        is_off = given.get("training", True) is False or _is_zero(example(given.get("p")))
         return ("same", given) if is_off else ("", {})
     if kind == "product":  # with a transposed matrix it is a linear layer
         matrix = _transposed(given.get("weight"))
@@ -106,6 +106,15 @@ def bound(node: Node) -> tuple[str, dict[str, Any]]:
         is_bias = matrix and shape == example(matrix).shape[:1]
         return ("linear", {"input": given["first"], "weight": matrix, "bias": given["input"]}) if is_bias else ("", {})
     return kind, given
+
+
+def _is_zero(number: Any) -> bool:
+    """Whether it is 0. Dynamo guards that of a number that is an input, as a module's with dynamic=True."""
+    if not isinstance(number, torch.SymFloat):
+        return number == 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads SymPy
+
+    return guard_or_false(number == 0)
 
 
 def _transposed(node: Any) -> Node | None:

@@ -9,7 +9,7 @@ shape or dtype is another, a shorter chain is taken, or none.
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,9 @@ def graphs(module: GraphModule) -> list[GraphModule]:
 def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
     if any("increment_nesting" in name_of(node) for node in graph.nodes):
         return  # of torch.func, which does not know the chains
-    for node in list(graph.nodes):
+    for node in graph.nodes:
         _without_shapes(node)
-        _with_bias_apart(node)
+    apart = [_with_bias_apart(node) for node in list(graph.nodes) if _may_add_bias_apart(node)]
     surroundings = Surroundings(graph)
     for kinds in CONTRACTIONS, NORMS:
         for node in graph.nodes:  # without those that are erased meanwhile
@@ -85,6 +85,8 @@ def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
                 if text := _put(graph, end, surroundings.autocasts[end.value]):
                     yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.own_nodes)))
                     break
+    for put_back in apart:
+        put_back()
 
 
 def _without_shapes(node: Node) -> None:
@@ -95,21 +97,44 @@ def _without_shapes(node: Node) -> None:
             node.target, node.args = str(node.target)[:-3], (node.args[0], tuple(shape))
 
 
-def _with_bias_apart(node: Node) -> None:
-    """Let a convolution that is in no chain add its bias in a node of its own, for a chain to take. (PyTorch adds it in
-    a kernel of its own.)"""
+def _may_add_bias_apart(node: Node) -> bool:
+    """Whether it is a convolution of PyTorch's before a group norm, whose bias that may add with the same rounding: on
+    a GPU PyTorch adds it in a kernel of its own, except for depthwise ones."""
+    if node.target not in CONVOLUTIONS or not _comes_to_group_norm(node):
+        return False
+    values, (weight, bias) = example(node), map(example, _weight_and_bias(node))
+    are_plain = isinstance(bias, torch.Tensor) and all(hasattr(each, "fake_mode") for each in (values, weight, bias))
+    if not are_plain or bias.dtype != weight.dtype or values.dtype not in precision.KERNEL_DTYPES:
+        return False
+    return values.dtype == torch.float32 or (values.is_cuda and weight.shape[1] > 1)
+
+
+def _weight_and_bias(node: Node) -> tuple[Any, Any]:
     given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
-    bias = given.get("bias")
-    if node.target not in CONVOLUTIONS or bias is None or not _comes_to_group_norm(node):
-        return
-    values, writer = example(node), _Writer(node.graph, node, node)
+    return given.get("weight"), given.get("bias")
+
+
+def _with_bias_apart(node: Node) -> Callable[[], None]:
+    """Let a convolution's bias be added by a node of its own, for a chain to take. Returns what puts it back where none
+    has taken it."""
+    values, given, (weight, bias) = example(node), (node.args, node.kwargs), _weight_and_bias(node)
+    writer = _Writer(node.graph, node, node)
     vector = writer.call(torch.ops.aten.to.dtype, bias, values.dtype)
-    vector = writer.call(torch.ops.aten.view.default, vector, [-1] + [1] * (example(given["weight"]).ndim - 2))
-    total = _Writer(node.graph, node).call(torch.add, node, vector)
+    vector = writer.call(torch.ops.aten.view.default, vector, [-1] + [1] * (example(weight).ndim - 2))
+    writer.place = node.next
+    total = writer.call(torch.add, node, vector)
     total.meta["example_value"] = values
     node.meta["example_value"] = values.detach().clone().requires_grad_(values.requires_grad)
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
-    node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: None if each is bias else each)
+    node.args, node.kwargs = map_arg(given, lambda each: None if each is bias else each)
+
+    def put_back() -> None:
+        if total in node.users:
+            total.replace_all_uses_with(node)
+            writer.undo()
+            (node.args, node.kwargs), node.meta["example_value"] = given, values
+
+    return put_back
 
 
 def _comes_to_group_norm(node: Node) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from ops.rewriting import rewrite
@@ -160,10 +161,65 @@ def test_bias_of_a_convolution_whose_result_is_kept():
         return y + F.group_norm(F.silu(y), 2)
 
     arguments = draw(2, 4, 3, 4, 5), draw(4, 4, 3, 3, 3), draw(4)
-    chain = f"add -> sigmoid -> mul earlier 1 -> {AFFINE}"
-    check(swish, arguments, [chain], gradient_tolerance=1e-4)
+    chain = f"sigmoid -> mul earlier 1 -> {AFFINE}"
+    check(swish, arguments, [f"add -> {chain}"], gradient_tolerance=1e-4)
     check(residual, arguments, [f"silu -> {AFFINE} -> add tensor"], gradient_tolerance=1e-4)
+    # On the CPU PyTorch rounds the sum alone.
     check(swish, [each.detach().bfloat16() for each in arguments], [chain])
+
+
+def test_dropout_whose_probability_is_an_input():
+    """With dynamic=True a module's floats are. Another one is another graph."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.SiLU())
+    fused, found = compiled(layers, dynamic=True)
+    input = torch.randn(4, 8)
+    torch.testing.assert_close(fused(input), layers(input))
+    assert found == [f"{LINEAR} -> silu"]
+    layers[1].p = 1.0
+    assert not fused(input).any() and found == [f"{LINEAR} -> silu"]
+
+
+def test_bias_that_no_chain_takes():
+    """The convolution adds it, as before."""
+
+    def twice(x, weight, bias):
+        y = F.conv1d(x, weight, bias)
+        return y.mean(), F.group_norm(y, 2)
+
+    graphs = []
+
+    def backend(module, inputs):
+        rewrite(module)
+        graphs.append(module)
+        return module.forward
+
+    arguments = draw(2, 4, 9), draw(4, 4, 3), draw(4)
+    for one, other in zip(torch.compile(twice, backend=backend)(*arguments), twice(*arguments), strict=True):
+        torch.testing.assert_close(one, other)
+    (convolution,) = [node for node in graphs[0].graph.nodes if node.target is F.conv1d]
+    assert convolution.args[2] is not None
+    assert not any(node.target is torch.add for node in graphs[0].graph.nodes)
+
+
+def test_bias_of_tensors_of_other_classes():
+    layers = nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8))
+    images = torch.randn(2, 4, 9)
+    inputs = TwoTensor(images, images)
+    fused, found = compiled(layers)
+    torch.testing.assert_close(fused(inputs).a, layers(images))
+    assert found == []
+
+
+def test_bias_of_another_dtype():
+    """PyTorch's error stays."""
+
+    def function(x, weight, bias):
+        return F.group_norm(F.conv_transpose1d(x, weight, bias), 2)
+
+    arguments = draw(2, 4, 9).bfloat16(), draw(4, 8, 3).bfloat16(), draw(8)
+    for each in function, compiled(function)[0]:
+        with pytest.raises(RuntimeError, match="should be the same"):
+            each(*arguments)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)])
