@@ -86,6 +86,24 @@ def test_what_inductor_goes_on_with(layers, chains, handed):
     assert len(report.chains) == 1
 
 
+@pytest.mark.parametrize(
+    "function, dtype, chains",
+    [
+        (lambda y: (y / 2.0).relu().sum(1), torch.bfloat16, 0),
+        (lambda y: (y / 2.0).relu().sum(1), torch.float32, 1),
+        (lambda y: (y / 2.0).sigmoid().sum(1), torch.bfloat16, 1),
+        (lambda y: (y / 2.0).relu().cumsum(1), torch.bfloat16, 1),
+        (lambda y: nn.functional.layer_norm(y, (8,)).sum(1), torch.bfloat16, 1),
+    ],
+)
+def test_products_that_inductor_goes_on_with(function, dtype, chains, handed):
+    """In 16 bits, what costs nothing in its next kernel is left to it, as cuBLAS's product is."""
+    layer, input = nn.Linear(16, 8).to(dtype), torch.randn(4, 16, dtype=dtype)
+    compiled = torch.compile(lambda input: function(layer(input)), backend="normfuse")
+    torch.testing.assert_close(compiled(input), function(layer(input)), rtol=2e-2, atol=2e-2)
+    assert [str(node.target) for node in handed.graphs[0].graph.nodes].count("normfuse.chain.default") == chains
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "given, expected",
