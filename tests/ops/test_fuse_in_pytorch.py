@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from ops.fuse import fuse
 from tests.ops.fused_models import (
@@ -233,11 +234,17 @@ def fully_sharded(model):
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view tensor")
 @pytest.mark.parametrize("wrap", [distributed_data_parallel, fully_sharded])
-@pytest.mark.parametrize("first", ["fuse", "wrap"])
-def test_distributed(wrap, first, process_group):
+@pytest.mark.parametrize("first", ["fuse", "wrap", "compile"])
+def test_distributed(wrap, first, process_group, monkeypatch, caplog):
+    """``fuse`` before and after, and torch.compile's backend, behind which "aot_eager" stands for Inductor."""
     model = made(BenchmarkL30)
     plain = copy.deepcopy(model)
-    if first == "fuse":
+    if first == "compile":
+        caplog.set_level("INFO", "ops.backend")
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: aot_eager(graph, inputs))
+        wrapped = wrap(model)
+        wrapped.compile(backend="normfuse")
+    elif first == "fuse":
         fuse(model)
         wrapped = wrap(model)
     else:
@@ -247,6 +254,7 @@ def test_distributed(wrap, first, process_group):
     for name, value in run(wrapped, input_of(L30)).items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         torch.testing.assert_close(whole, expected[name.removeprefix("module.")])
+    assert first != "compile" or "1 chains in a graph" in caplog.text
 
 
 @pytest.mark.gpu
