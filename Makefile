@@ -20,7 +20,12 @@ TRITONS := 3.6.0 3.8.0 3.9.0
 MATRIX_TESTS := tests/triton_kernels/test_linear.py tests/triton_kernels/test_row_minimum.py \
 	tests/triton_kernels/test_group_norm.py tests/triton_kernels/test_image_copy.py tests/triton_kernels/test_interpreter.py
 
-.PHONY: test run-tests exhaustive matrix newest mutants bench lint docs report clean
+# What pyproject.toml declares as the oldest, with the newest of all else that goes with it; and the Python for it.
+LOWEST := torch==2.11.0 triton==3.6.0 numpy==1.26.0 rich==12.2.0 platformdirs==2.0.0
+OLDEST_PYTHON ?= $(shell python3.10 -c "import sys; print(sys.executable)" 2>/dev/null || echo $(PYTHON))
+LOWEST_TESTS := $(MATRIX_TESTS) tests/autotune_configs tests/ops/test_modules.py
+
+.PHONY: test run-tests exhaustive matrix lowest newest mutants bench lint docs report clean
 
 test: lint docs run-tests
 
@@ -55,6 +60,16 @@ matrix: $(INSTALLED)
 		PYTHONPATH=$$folder $(PARALLEL) -m offline; \
 	done
 	$(PARALLEL) -m further
+
+# The declared lowest versions, with Python 3.10 where there is one.
+lowest: .venv-lowest/installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
+		-m "not gpu and not offline" $(LOWEST_TESTS)
+
+.venv-lowest/installed: pyproject.toml
+	$(OLDEST_PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --editable . $(LOWEST) hypothesis msgspec pytest pytest-xdist
+	@touch $@
 
 # What pip brings today, in place of constraints.txt. Not in CI: it is another set of versions every day.
 newest:
@@ -95,4 +110,4 @@ $(INSTALLED): pyproject.toml constraints.txt scripts/install.sh
 	@touch $@
 
 clean:
-	rm -rf $(ENVIRONMENT) .venv-newest build/docs
+	rm -rf $(ENVIRONMENT) .venv-lowest .venv-newest build/docs

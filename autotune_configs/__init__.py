@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autotune_configs.lookup import forget
     from autotune_configs.tuning import tune_unseen_problems
 
+__distribution__ = "normfuse"  # by which it is told from another project's package of this name
 __all__ = [
     "convolution_config",
     "forget",

@@ -1,10 +1,16 @@
-"""What all command lines share: the parser, and argument types."""
+"""What all command lines share: the parser, argument types, and how a command ends."""
 
 import argparse
+import io
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+#: The exit status of a command that the user interrupts.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -22,6 +28,35 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """The exit status of a command, or 128 and the number of the signal that ends it, as a shell has it.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does, which lets it tidy up; one that is ignored, as by nohup, stays so. A
+    standard output whose encoding lacks a character, as "µ", gets "?".
+    """
+    received: list[int] = [signal.SIGINT]
+
+    def interrupt(number, frame):
+        received[0] = number
+        raise KeyboardInterrupt
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    may_answer = threading.current_thread() is threading.main_thread()  # which alone sets handlers
+    endings = (signal.SIGTERM, signal.SIGHUP) if may_answer else ()
+    answered = [number for number in endings if signal.getsignal(number) == signal.SIG_DFL]
+    for number in answered:
+        signal.signal(number, interrupt)
+    try:
+        status = command()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    finally:
+        for number in answered:
+            signal.signal(number, signal.SIG_DFL)
+    return 128 + received[0] if status == INTERRUPTED else status
 
 
 def called_as(package: str) -> str:

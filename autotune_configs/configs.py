@@ -16,7 +16,7 @@ from autotune_configs.problem import Problem
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.device import meant
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_tiles import ImageNormConfig, layout_of
+from triton_kernels.image_tiles import layout_of
 from triton_kernels.linear import LinearConfig
 
 _thread = threading.local()
@@ -88,10 +88,10 @@ def group_norm_config(
     return _resolve(device, kernel, dtype, (M, C, group_size))
 
 
-def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> ImageNormConfig:
-    """Config of the passes over images [B, C, S] of one dtype (``triton_kernels.image_tiles``), the input first.
+def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> Any:
+    """Config of the passes over images [B, C, S] (``triton_kernels.image_tiles``), the input first.
 
-    ``kernel``: image_statistics, image_group_norm or image_group_norm_backward.
+    ``kernel``: image_group_norm or image_group_norm_backward; of image_statistics and image_sums an ImageSumsConfig.
     """
     sizes = (*images[0].shape, group_size)
     return _resolve(images[0].device, kernel, images[0].dtype, sizes, None, _layouts(*images))

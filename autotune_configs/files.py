@@ -2,16 +2,17 @@
 
 import contextlib
 import errno
+import fcntl
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from filelock import FileLock
+from time import monotonic, sleep
 
 #: Seconds to wait for another process that writes a file, which takes milliseconds.
 _PATIENCE = 10.0
+#: Seconds between two looks whether a lock is free.
+_PAUSE = 0.05
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -37,11 +38,40 @@ def replace_file(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def lock_at(path: Path) -> "FileLock":
-    """A lock that is this file; it waits for ever. Raises OSError where there is no such file and none can be made:
-    filelock would try again and again."""
-    from filelock import FileLock  # not to be loaded by ``import ops``
+class FileLock:
+    """A lock that is this file. It ends with the process, however that ends, and can be held again and again.
 
+    Raises TimeoutError where another process still holds it after ``patience`` seconds.
+    """
+
+    def __init__(self, path: Path, patience: float = math.inf):
+        self._path, self._patience, self._file = path, patience, -1
+
+    def __enter__(self) -> None:
+        end = monotonic() + self._patience
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        try:
+            while not self._is_free():
+                if monotonic() >= end:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process holds this lock", str(self._path))
+                sleep(_PAUSE)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _is_free(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def __exit__(self, *exception: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file, too
+        os.close(self._file)
+
+
+def lock_at(path: Path) -> FileLock:
+    """A lock that is this file; it waits for ever. Raises OSError where there is no such file and none can be made."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))
     return FileLock(path)
 
@@ -52,14 +82,6 @@ def locked(path: Path, patience: float | None = None) -> Iterator[None]:
 
     Raises TimeoutError where another process still holds it after ``patience`` seconds (default: 10).
     """
-    from filelock import Timeout
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(path.name + ".lock")
-    patience = _PATIENCE if patience is None else max(0.0, patience)  # below zero, filelock would wait for ever
-    try:
-        held = lock_at(lock).acquire(timeout=patience)
-    except Timeout:
-        raise TimeoutError(errno.ETIMEDOUT, "another process holds this lock", str(lock)) from None
-    with held:
+    with FileLock(path.with_name(path.name + ".lock"), _PATIENCE if patience is None else patience):
         yield

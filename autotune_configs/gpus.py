@@ -7,6 +7,7 @@ import torch
 
 from autotune_configs.prediction import cublas_is_faster
 from triton_kernels.device import (
+    INTERPRETED,
     SHARED_MEMORY,
     architecture,
     device_name,
@@ -14,6 +15,9 @@ from triton_kernels.device import (
     shared_memory_limit,
 )
 from triton_kernels.hopper import takes_hopper_convolutions, takes_hopper_kernels
+
+#: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
+SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,11 @@ class Gpu:
     @property
     def file_name(self) -> str:
         return self.name.lower().replace(" ", "_").replace("/", "_")
+
+
+def float32_by_cublas(M: int, K: int) -> bool:
+    """Whether cuBLAS computes a float32 product [M, K] @ [N, K].T, in any precision: it has few rows or few terms."""
+    return M < FEWEST_FLOAT32_ROWS or K < SHALLOWEST_FLOAT32
 
 
 #: Architecture and multiprocessors by name (NVIDIA's data sheets), for questions about a GPU that is not here.

@@ -1,16 +1,19 @@
 """Configs that run everywhere, for GPUs and problems that no table has."""
 
 import functools
+import math
 from dataclasses import replace
 
 from autotune_configs.gpus import Gpu
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig, ImageSumsConfig
 from triton_kernels.linear import LinearConfig
 
 #: The widest group that a tile of the product can hold. A second kernel normalises wider ones.
 WIDEST_TILE = 256
+#: In wider groups, keeping the group of a row's minimum takes more shared memory than a block of the kernel has left.
+WIDEST_REDUCED_GROUP = 64
 
 #: Tiles (block_m, block_n, block_k, num_warps) by element size, the best first.
 #:
@@ -36,6 +39,11 @@ _UNALIGNED_TILES = {
 
 def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
+
+
+def may_hold_groups(group_size: int, reduces: bool) -> bool:
+    """Whether some tile of the product can hold whole groups of a chain, which ends in a row minimum or not."""
+    return is_power_of_two(group_size) and group_size <= (WIDEST_REDUCED_GROUP if reduces else WIDEST_TILE)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,21 +175,17 @@ def heuristic_image_config(kernel: str, samples: int, channels: int, pixels: int
     """
     is_backward = kernel == "image_group_norm_backward"
     usual = ImageNormConfig.of_shape(channels, pixels, layout == CONTIGUOUS)
-    if kernel == "image_statistics" and pixels < 16:  # it keeps three values for each of a tile's
-        return replace(usual, block_c=max(1, usual.block_c // 2))
     if pixels < 16:
         return usual
     if layout not in (CONTIGUOUS, CHANNELS_LAST):  # a tile is transposed
         return replace(usual, strip=1)
-    most, enough_programs = 4 if kernel == "image_group_norm" else 16, _ENOUGH_PROGRAMS
+    most, enough_programs = 16 if is_backward else 4, _ENOUGH_PROGRAMS
     if is_backward and layout == CHANNELS_LAST:
         config, enough_programs = usual, 2 * _ENOUGH_PROGRAMS
     elif layout == CHANNELS_LAST:
         block_c = min(64, next_power_of_2(channels))
         block_s = min(2048 // block_c, next_power_of_2(pixels))
-        config = ImageNormConfig(block_c, block_s, num_warps=2 if kernel == "image_statistics" else 4)
-    elif kernel == "image_statistics":
-        config = usual
+        config = ImageNormConfig(block_c, block_s)
     else:
         block_s = min(1024, next_power_of_2(pixels))
         config = ImageNormConfig(min(1024 // block_s, next_power_of_2(channels)), block_s, num_warps=2)
@@ -190,3 +194,105 @@ def heuristic_image_config(kernel: str, samples: int, channels: int, pixels: int
     programs = samples * blocks_of(channels, config.block_c) * config.tiles(pixels)
     strip = min(most, 1 << max(0, (programs // enough_programs).bit_length() - 1))
     return replace(config, strip=strip)
+
+
+#: Channels of all samples for each multiprocessor, below which an image is divided into many strips; and values of an
+#: image that is short of work.
+_FEW_CHANNELS, _SMALL = 16, 2**22
+#: Tiles of a row that keep enough loads on their way.
+_FEWEST_TILES = 6
+
+
+def heuristic_image_sums_config(
+    kernel: str,
+    element_size: int,
+    samples: int,
+    channels: int,
+    pixels: int,
+    group_size: int,
+    layout: str,
+    gpu: Gpu,
+) -> ImageSumsConfig:
+    """Many small programs that each have a whole unit of groups (``Parts``), where there are enough of these.
+
+    The best of some twenty settings at each of ten images of 1 to 100 MB: in bfloat16 within 4% of the best, with ReLU
+    and with SiLU after the norm (H200). In float32 these were measured with an older kernel, and few images of it.
+    """
+    if layout.startswith(CHANNELS_LAST):
+        config = _channels_last_sums(kernel, element_size, samples * channels, channels, pixels, gpu)
+    elif kernel == "image_statistics":  # of rows: each group is one
+        channels, pixels = channels // group_size, pixels * group_size
+        config = _row_statistics(pixels, gpu)
+    else:
+        config = _row_sums(element_size, samples * channels, pixels, gpu)
+    values, block_c = config.block_c * config.block_s, min(config.block_c, next_power_of_2(channels))
+    block_s = min(values // block_c, max(4, next_power_of_2(pixels)))
+    block_c = min(values // block_s, next_power_of_2(channels), 512)
+    programs = 33 << max(0, (config.programs // 33).bit_length() - 1)  # as a sweep has them
+    return replace(config, block_c=block_c, block_s=block_s, programs=programs)
+
+
+def _channels_last_sums(
+    kernel: str, element_size: int, of_samples: int, channels: int, pixels: int, gpu: Gpu
+) -> ImageSumsConfig:
+    """``of_samples``: the channels of all samples.
+
+    Two images are on their way in the sums, one in the statistics, so these take fewer warps. (64 x 1024 x 14 x 14: 9.8
+    us with one warp, 11.2 with two, at least 11.5 with four. The sums of 64 x 512 x 28 x 28: 34 us with four, 37 with
+    one.)
+    """
+    is_sums, processors = kernel == "image_sums", gpu.multiprocessors
+    if of_samples < _FEW_CHANNELS * processors:  # 1 x 128 x 512 x 512: 24 us, with one warp a program at least 26
+        most = max(1, of_samples * pixels // 2**13)
+        if channels <= 32:  # 1 x 32 x 96**3: 21 and 33 us, in tiles of 64 pixels 22 and 34
+            return ImageSumsConfig(32, 128, 8, programs=min(2 * processors, most))
+        return ImageSumsConfig(32, 64, programs=min((2 if is_sums else 4) * processors, most))
+    blocks = blocks_of(of_samples, 64)
+    widest = 64 if gpu.architecture == 90 else 32  # on sm_100 the sums of GELU would spill
+    # A short strip is not worth its part of the merge. (32 x 192 x 32 x 32: 8 and 13 us, in two strips 10 and 14.)
+    if 2 * processors <= 3 * blocks <= 3 * processors and pixels <= 1024:
+        return ImageSumsConfig(64, widest, num_stages=3, programs=processors)
+    block_s = max(8, min(widest, _power_of_2_below(2**14 // blocks)))  # more programs, as many values
+    if block_s == 8 and element_size == 4:  # 64 x 2048 x 7 x 7: 12 and 25 us, with 64 channels 18 and 32
+        return ImageSumsConfig(256, 4, programs=2 * processors)
+    if is_sums and block_s >= 32:
+        return ImageSumsConfig(64, block_s, programs=2 * processors)
+    if is_sums:  # 64 x 1024 x 14 x 14 with SiLU: 24 us, in tiles of 64 channels by two warps 25
+        return ImageSumsConfig(512 // block_s, block_s, 1, programs=processors)
+    return ImageSumsConfig(64, min(16, block_s), 1, programs=8 * processors)
+
+
+def _row_statistics(pixels: int, gpu: Gpu) -> ImageSumsConfig:
+    """The longest tile that divides a row into not too few.
+
+    The rows of 64 x 512 x 28 x 28 are 49 tiles of 256: 14.5 us, and 16.7 in tiles of 512.
+    """
+    longest = max(64, min(2048, _power_of_2_below(pixels // _FEWEST_TILES)))
+    block_s = math.gcd(pixels, longest)
+    if block_s < min(longest, max(64, pixels // 128)):  # too short. A part of the last tile is wasted, up to an eighth
+        block_s = next((i for i in (2048, 1024, 512, 256) if i <= longest and -pixels % i <= pixels // 8), 128)
+    if block_s <= 128:  # 64 x 2048 x 7 x 7: 5.7 us, in tiles of 4096 values at least 7.4
+        return ImageSumsConfig(8, 64, 2, programs=2 * gpu.multiprocessors)
+    # On sm_80 GELU before the norm would spill in as many values, and in four stages too.
+    values, stages = (4096, 4) if gpu.architecture == 90 else (2048, 3)
+    return ImageSumsConfig(values // block_s, block_s, num_stages=stages, programs=2 * gpu.multiprocessors)
+
+
+def _row_sums(element_size: int, of_samples: int, pixels: int, gpu: Gpu) -> ImageSumsConfig:
+    """``of_samples``: the channels of all samples."""
+    programs = 2 * gpu.multiprocessors
+    if pixels <= 64:  # whole rows. 64 x 2048 x 7 x 7: 32 us, with eight channels and one warp 34, with sixteen 45
+        return ImageSumsConfig(64, 64, 8, programs=programs)
+    if of_samples * pixels < _SMALL:  # 2 x 320 x 64 x 64: 8.0 us, with 128 pixels 8.8; in float32 13.1 and 11.7
+        of_floats = ImageSumsConfig(16, 128, programs=2 * programs)
+        return of_floats if element_size == 4 else ImageSumsConfig(16, 256, programs=programs)
+    if of_samples <= programs:  # 1 x 32 x 96**3: 31 us, in tiles of 512 pixels up to 37
+        return ImageSumsConfig(4, 1024, programs=programs)
+    # Neither much of the last tile is wasted nor are there few. (64 x 512 x 28 x 28: 34 us in tiles of 128, 39 of 256.)
+    block_s = max(64, min(256, _power_of_2_below(pixels // _FEWEST_TILES)))
+    return ImageSumsConfig(2048 // block_s, block_s, programs=2 * programs)
+
+
+def _power_of_2_below(number: int) -> int:
+    """The largest power of two that is at most ``number``, or 1."""
+    return 1 << max(0, number.bit_length() - 1)

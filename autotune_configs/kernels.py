@@ -17,6 +17,7 @@ from autotune_configs.heuristics import (
     WIDEST_TILE,
     heuristic_group_norm_config,
     heuristic_image_config,
+    heuristic_image_sums_config,
     heuristic_linear_config,
 )
 from autotune_configs.prediction import product_seconds
@@ -25,11 +26,11 @@ from triton_kernels import chains
 from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.grid import next_power_of_2
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig, ImageSumsConfig
 from triton_kernels.linear import LinearConfig
 from triton_kernels.row_minimum import ROW_MINIMUM
 
-Config = LinearConfig | GroupNormConfig | ImageNormConfig | ConvolutionConfig
+Config = LinearConfig | GroupNormConfig | ImageNormConfig | ImageSumsConfig | ConvolutionConfig
 
 #: The most float32 values of a tile that a thread has registers for, beside all else.
 _MOST_VALUES_A_THREAD = 128
@@ -55,6 +56,10 @@ class Kernel(ABC):
     @abstractmethod
     def is_valid(self, config: Any, problem: Problem, gpu: Gpu) -> bool:
         """Whether another config is."""
+
+    def does_whole(self, problem: Problem, gpu: Gpu) -> bool:
+        """Whether one launch with the heuristic's config does all of the problem. Else a sweep has no base."""
+        return True
 
     @abstractmethod
     def starts(self, problem: Problem, gpu: Gpu) -> Iterable[Config]:
@@ -191,6 +196,9 @@ class LinearKernel(Kernel):
     def heuristic(self, problem, gpu):
         M, N, K, group_size = problem.sizes
         return self.fit(heuristic_linear_config(problem.element_size, M, N, K, group_size, gpu), problem, gpu)
+
+    def does_whole(self, problem, gpu):
+        return self.heuristic(problem, gpu).holds_groups_of(problem.sizes[3])
 
     def fit(self, config, problem, gpu):
         """The config in strips where the epilogue needs registers beside the tile's, with as many of its stages as fit
@@ -374,6 +382,35 @@ class ImageNormKernel(Kernel):
         ]
 
 
+class ImageSumsKernel(ImageNormKernel):
+    """Sums over groups of an image, in one launch."""
+
+    ranges = {
+        "block_c": _powers(1, 512),
+        "block_s": _powers(4, 4096),
+        "num_warps": (1, 2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+        "programs": tuple(33 * 2**exponent for exponent in range(8)),
+    }
+
+    def heuristic(self, problem, gpu):
+        samples, channels, pixels, group_size = problem.sizes
+        size, layout = problem.element_size, problem.layout
+        return heuristic_image_sums_config(self.name, size, samples, channels, pixels, group_size, layout, gpu)
+
+    def is_valid(self, config, problem, gpu):
+        _, channels, pixels, group_size = problem.sizes
+        if self.name == "image_statistics" and problem.layout == CONTIGUOUS:  # each group is one row
+            channels, pixels = channels // group_size, pixels * group_size
+        return super().is_valid(config, replace(problem, sizes=(1, channels, pixels, 1)), gpu)
+
+    def starts(self, problem, gpu):
+        return [
+            ImageSumsConfig(values // block_s, block_s)
+            for values, block_s in itertools.product((2048, 4096), (16, 32, 64, 256, 1024))
+        ]
+
+
 class ConvolutionKernel(Kernel):
     """A convolution of stride 1."""
 
@@ -413,7 +450,8 @@ KERNELS: dict[str, Kernel] = {
         LinearKernel(chains.LINEAR_GROUP_NORM_MIN.kernel),
         GroupNormKernel("group_norm"),
         GroupNormKernel("group_norm_backward"),
-        ImageNormKernel("image_statistics", _FORMATS),
+        ImageSumsKernel("image_statistics", _FORMATS),
+        ImageSumsKernel("image_sums", _PAIRS),
         ImageNormKernel("image_group_norm", _PAIRS),
         ImageNormKernel("image_group_norm_backward", _FORMATS),
         ConvolutionKernel("convolution", _PAIRS),

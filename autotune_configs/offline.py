@@ -4,10 +4,12 @@
 would be launched: the same loads, specialisations and options.
 """
 
+import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -20,11 +22,16 @@ from triton_kernels.device import SHARED_MEMORY
 
 @dataclass(frozen=True)
 class CompiledLaunch:
-    """One compiled kernel: resources per thread (registers, spilled bytes) and per block (shared memory)."""
+    """One compiled kernel: resources per thread (registers, spilled bytes) and per block (shared memory).
+
+    ``spills_in_loops``: whether a loop stores or loads what is spilled. (Across a loop the assembler may put a value
+    aside, so that one more block fits a multiprocessor.)
+    """
 
     name: str
     registers: int
     spilled_bytes: int
+    spills_in_loops: bool
     shared_memory: int
     ptx: str
     arch: int
@@ -50,6 +57,31 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLa
     return [_resources(kernel, arch) for kernel in compiled]
 
 
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Within this context, Triton compiles each kernel that is launched, and what its cache has of it is replaced."""
+    run = triton.runtime.JITFunction.run
+
+    def run_anew(self, *args, **kwargs):
+        self.device_caches.clear()
+        return run(self, *args, **kwargs)
+
+    with triton.knobs.compilation.scope(), mock.patch.object(triton.runtime.JITFunction, "run", run_anew):
+        triton.knobs.compilation.always_compile = True
+        yield
+
+
+def tell_of_damaged_cache(problem: object, error: BaseException) -> None:
+    """Warn that Triton's cache had a kernel of this problem that did not serve: it was compiled again."""
+    reason = str(error).strip().partition("\n")[0]
+    place = triton.knobs.cache.dir
+    warnings.warn(
+        f"Triton's cache in {place} was damaged: {problem} is compiled again ({type(error).__name__}: {reason})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def _driver(arch: int) -> SimpleNamespace:
     """What Triton asks the CUDA driver for, to know the device to compile for."""
     return SimpleNamespace(
@@ -60,11 +92,27 @@ def _driver(arch: int) -> SimpleNamespace:
 
 
 def _resources(kernel, arch: int) -> CompiledLaunch:
-    """Registers and spills as the assembler that ships with triton reports them."""
+    """Registers and spills as the tools that ship with triton report them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.findall(rf"{field}:(\d+)", report)[0]) for field in ("REG", "STACK"))
-    return CompiledLaunch(kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.asm["ptx"], arch)
+
+        def dump(what: str) -> str:
+            command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        report = dump("--dump-resource-usage")
+        registers, stack = (int(re.findall(rf"{field}:(\d+)", report)[0]) for field in ("REG", "STACK"))
+        in_loops = stack > 0 and spills_in_loops(dump("--dump-sass"))
+    shared = kernel.metadata.shared
+    return CompiledLaunch(kernel.metadata.name, registers, stack, in_loops, shared, kernel.asm["ptx"], arch)
+
+
+def spills_in_loops(sass: str) -> bool:
+    """Whether local memory is read or written between a branch and the earlier instruction that it goes back to."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*(\w+)\S*([^;]*);", sass)
+    instructions = [(int(place, 16), name, operands) for place, name, operands in lines]
+    branches = [(place, re.search("0x([0-9a-f]+)", text)) for place, name, text in instructions if name == "BRA"]
+    loops = [(int(found[1], 16), place) for place, found in branches if found and int(found[1], 16) < place]
+    local = [place for place, name, _ in instructions if name in ("LDL", "STL")]
+    return any(first <= place <= last for place in local for first, last in loops)

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from autotune_configs import sweep
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
+from autotune_configs.command_line import INTERRUPTED
 from autotune_configs.gpus import KNOWN, Gpu
 from autotune_configs.kernels import KERNELS, Config, kernel_of
 from autotune_configs.lookup import Found
@@ -86,7 +87,7 @@ def run_sweep(problems: list[Problem], device: torch.device, table: Path, droppe
             sweep.sweep_and_store(problems, device, on_progress=tell_progress, on_result=tell_result, **options)
     except KeyboardInterrupt:
         console.print(f"Interrupted. {how_on} continues from here.")
-        return 130
+        return INTERRUPTED
     except sweep.DeviceLost as error:
         console.print(f"[red]The GPU no longer answers, after {escape(str(error))}[/]")
         console.print(f"{how_on} continues after this config, in a new process.")
@@ -226,20 +227,24 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
             for path, gpu, of_one in work:
                 progress.update(bar.id, description=escape(path.name))
 
-                def add_compiled(launch: Launch, fault: str | None, path: Path = path) -> None:
+                def add_compiled(launch: Launch, fault: str | OSError | None, path: Path = path) -> None:
                     progress.advance(bar.id)
                     if fault:
-                        add_fault(f"{path}: {launch[0]}: {_settings(asdict(launch[1]))}: {fault}")
+                        told = f"not compiled, which is no fault of the table: {fault}"
+                        told = told if isinstance(fault, OSError) else fault
+                        add_fault(f"{path}: {launch[0]}: {_settings(asdict(launch[1]))}: {told}")
 
                 with Precompiler(gpu, processes) as precompiler:
                     precompiler.compile(of_one, on_compiled=add_compiled)
+    except OSError as error:
+        add_fault(f"not compiled, which is no fault of a table: {error}")
     except KeyboardInterrupt:
         ending = f", interrupted with {bar.remaining:.0f} left"
     compiled = f"{_count(int(bar.completed), 'kernel variant')} compiled"
     console.print(f"{_count(len(paths), 'table')}, {compiled}, {_count(len(faults), 'fault')}{ending}")
     for note in (*unknown.values(), *notes):
         console.print(escape(note))
-    return 130 if ending else int(bool(faults))
+    return INTERRUPTED if ending else int(bool(faults))
 
 
 def _compiled_as(problem: Problem, config: Config) -> tuple:

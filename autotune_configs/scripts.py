@@ -1,12 +1,9 @@
 """The console script ``normfuse-bench``."""
 
-import importlib.util
 import sys
 from importlib import import_module
-from pathlib import Path
 
-#: A file that only this project's package of that name has.
-_OWN_FILES = {"bench": "recording.py", "ops": "rewriting.py", "triton_kernels": "row_minimum.py"}
+from autotune_configs.siblings import complaint
 
 
 def bench() -> int:
@@ -15,14 +12,7 @@ def bench() -> int:
     This function cannot be in ``bench``, which may be the other project's. Nor can it be in ``ops``, which loads
     Triton: the bench must first choose between Triton's compiler and its interpreter.
     """
-    for name, own_file in _OWN_FILES.items():
-        spec = importlib.util.find_spec(name)
-        if spec is None or not spec.origin or not (Path(spec.origin).parent / own_file).is_file():
-            found = f"found {spec.origin or list(spec.submodule_search_locations or [])}" if spec else "found none"
-            print(
-                f"normfuse-bench: needs the package {name!r} of the normfuse distribution, but {found}, which is "
-                "another project's; install normfuse in an environment of its own",
-                file=sys.stderr,
-            )
-            return 2
+    if told := complaint("bench", "ops", "triton_kernels"):
+        print(f"normfuse-bench: {told}", file=sys.stderr)
+        return 2
     return import_module("bench.__main__").main()

@@ -4,6 +4,8 @@ A sweep starts from a few configs, among them those that tables have for the pro
 of the best one until none is faster. A quick sweep only tries the heuristic's config and the tables'. Each config is
 compiled first, without the GPU, and does not run if it does not fit or spills many registers. Then its results are
 checked against float64. Correct configs are timed interleaved with the heuristic's, which cancels thermal drift.
+
+A fault of the machine (no disk, no memory, no permission) is none of a config: it is reported, and nothing is stored.
 """
 
 import contextlib
@@ -25,6 +27,8 @@ from autotune_configs import lookup, tables
 from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import Config, kernel_of
+from autotune_configs.machine import fault_of_machine
+from autotune_configs.offline import compiled_anew, tell_of_damaged_cache
 from autotune_configs.problem import Problem
 from autotune_configs.tables import Entry
 from autotune_configs.workloads import Workload, is_of_every_process, workload_of
@@ -38,6 +42,8 @@ _WORTHWHILE = 0.99
 #: The most milliseconds that one timing takes, and the fewest calls that it makes even so.
 _LONGEST_TIMING = 2.0
 _FEWEST_CALLS = 3
+#: What CUDA says of a kernel that was cut off.
+_DAMAGED = "kernel image"
 #: Seconds to wait after the budget for another process that sweeps the same problem. It may have begun later, and takes
 #: a little longer than its own budget.
 _LONGER = 20.0
@@ -62,8 +68,9 @@ class Outcome:
 class Result:
     """What a sweep found out about one problem.
 
-    If ``entry`` is None, ``skipped`` says why. ``is_whole`` says whether the problem is finished. ``error`` is why the
-    entry could not be stored, or the problem not be swept; the same sweep continues from what was measured.
+    If ``entry`` is None, ``skipped`` says why. ``is_whole`` says whether the problem is finished. ``error`` is the
+    machine's fault by which the entry could not be stored, or the problem not be swept; the same sweep continues from
+    what was measured.
     """
 
     problem: Problem
@@ -179,6 +186,7 @@ class Search:
         while wave and (best is None or not self._is_late()):
             self._try_all(wave)
             if self.outcomes[self.default].ratio is None:  # then there is no base to compare with
+                self._journal.unlink(missing_ok=True)  # it may be right in the next sweep
                 reason = f"the heuristic's config: {self.outcomes[self.default].reason}"
                 return Result(self.problem, outcomes=list(self.outcomes.values()), skipped=reason, failed=True)
             before, best = best, self._by_time()[0]
@@ -209,14 +217,21 @@ class Search:
             self._on_progress(self.problem, list(self.outcomes.values()))
 
     def _measure(self, config: Config) -> Outcome:
+        """Raises OSError for a fault of the machine."""
         try:
-            fault = self.workload.fault(config)
+            try:
+                fault = self.workload.fault(config)
+            except (KeyError, ValueError, RuntimeError) as damage:
+                if isinstance(damage, RuntimeError) and _DAMAGED not in str(damage):
+                    raise
+                with compiled_anew():  # where the damage is Triton's cache's, that serves
+                    fault = self.workload.fault(config)
+                tell_of_damaged_cache(self.problem, damage)
             if fault:
                 return Outcome(config, reason=fault, is_wrong=True)
             return Outcome(config, ratio=1.0 if config == self.default else self._ratio(config, _ROUNDS)[0])
-        except torch.OutOfMemoryError:
-            raise  # the problem is too large, whatever the config
         except Exception as error:  # a compiler or a driver may refuse a config in any way
+            _raise_if_of_machine(error)
             return Outcome(config, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
     def _check_device(self, outcome: Outcome) -> None:
@@ -263,10 +278,19 @@ class Search:
         """Whether it also compiles and fits in the launches that save values for the backward pass."""
         if self._resources is not None:
             return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
-        with contextlib.suppress(Exception):  # a compiler or a driver may refuse a config in any way
+        try:
             self.workload.launch_variants(config)
-            return True
-        return False
+        except Exception as error:  # a compiler or a driver may refuse a config in any way
+            _raise_if_of_machine(error)
+            return False
+        return True
+
+
+def _raise_if_of_machine(error: Exception) -> None:
+    if isinstance(error, torch.OutOfMemoryError):  # the problem is too large, whatever the config
+        raise error
+    if of_machine := fault_of_machine(error):
+        raise of_machine from error
 
 
 def _search(problem, *arguments, **options) -> Result:
@@ -301,11 +325,12 @@ def sweep_and_store(
 ) -> list[Result]:
     """Sweep problem after problem, and store each entry in the user's table as soon as it is known.
 
-    Problems that the table has are skipped, unless ``again``. A problem whose last sweep was not whole is continued,
+    Problems that the table has are skipped, unless ``again``, and those that one launch does not do
+    (``Kernel.does_whole``). A problem whose last sweep was not whole is continued,
     but not by a quick sweep. An entry of a whole sweep stays one after a quick sweep. After ``budget`` seconds the
     current problem ends with the best config so far, and the others are skipped. ``options`` are those of ``Search``.
-    If the table cannot be read or written, the result says so, and the sweep continues with the next problem. Raises
-    DeviceLost if nothing more can run.
+    If the table cannot be read or written, or the machine lets nothing compile, the result says so, and the sweep
+    continues with the next problem. Raises DeviceLost if nothing more can run.
     """
     gpu = Gpu.of(device)
     end = math.inf if budget is None else time.monotonic() + budget
@@ -319,7 +344,9 @@ def sweep_and_store(
                 known = _stored(problem, gpu)
                 is_known = known is not None and known.triton == triton.__version__
                 was_whole = is_known and not path.exists()
-                if not again and (is_known if is_quick else was_whole):
+                if not kernel_of(problem.kernel).does_whole(problem, gpu):
+                    result = Result(problem, skipped="not swept: the heuristic has two kernels for it")
+                elif not again and (is_known if is_quick else was_whole):
                     result = Result(problem, skipped="in the table already")
                 elif time.monotonic() >= end:
                     result = Result(problem, is_whole=False, skipped="no time left")
@@ -333,8 +360,9 @@ def sweep_and_store(
                         lookup.forget()  # the problems that follow find this entry
                     if result.is_whole or (was_whole and is_quick):
                         path.unlink(missing_ok=True)
-        except OSError as error:
-            result.is_whole, result.skipped, result.error = False, f"not stored: {error}", error
+        except (OSError, MemoryError) as error:
+            result.is_whole, result.error = False, fault_of_machine(error)
+            result.skipped = f"not stored: {result.error}"
         results.append(result)
         on_result(result)
     return results

@@ -4,12 +4,16 @@ A lookup never fails because of a table: a file that cannot be read, or is no ta
 Functions that write tables raise OSError instead. They leave a file that they could not read as it is.
 """
 
+import atexit
 import contextlib
 import errno
+import functools
+import importlib.resources
 import itertools
 import json
 import os
 import stat
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -79,8 +83,17 @@ _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
 }
 
 
+@functools.cache
 def shipped_folder() -> Path:
-    return Path(__file__).parent / "tables"
+    """Where the shipped tables are. Those of a package in an archive are copied out of it, until this process ends."""
+    folder = importlib.resources.files("autotune_configs") / "tables"
+    if isinstance(folder, Path) or not folder.is_dir():
+        return Path(str(folder))
+    copies = tempfile.TemporaryDirectory(prefix="normfuse-tables-")
+    atexit.register(copies.cleanup)
+    for table in folder.iterdir():
+        (Path(copies.name) / table.name).write_bytes(table.read_bytes())
+    return Path(copies.name)
 
 
 def shipped_path(gpu: Gpu) -> Path:
@@ -96,6 +109,8 @@ def _shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
     if shipped_path(gpu).is_file():
         return [(shipped_path(gpu), gpu)]
     found = []
+    if not shipped_folder().is_dir():  # a package that was put together without its data
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(shipped_folder()))
     for path in sorted(shipped_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # the GPU that a damaged table is for gets the warning
             other, _ = read_strictly(path)

@@ -4,9 +4,11 @@ This module loads no torch: a worker that has just started can already be ended.
 """
 
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
+import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -22,6 +24,7 @@ class WorkerPool(ProcessPoolExecutor):
         context = multiprocessing.get_context("spawn")
         # The system closes an owner's end of a pipe however the owner ends.
         self._reader, self._writer = context.Pipe(duplex=False)
+        self._workers: list[multiprocessing.process.BaseProcess] = []
         super().__init__(processes, mp_context=context, initializer=_end_with_owner, initargs=(self._reader,))
 
     def __exit__(self, *exception):
@@ -33,13 +36,22 @@ class WorkerPool(ProcessPoolExecutor):
         # A terminal sends Ctrl-C to workers, too. They start here and inherit the mask, so only the owner answers it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return super().submit(function, *arguments, **options)
+            future = super().submit(function, *arguments, **options)
+            self._workers = [*self._processes.values()]
+            return future
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
+    def exit_statuses(self) -> list[int | None]:
+        """Of the workers, which are waited for."""
+        for worker in self._workers:
+            worker.join()
+        return [worker.exitcode for worker in self._workers]
+
 
 def _end_with_owner(reader: Connection) -> None:
-    """Watch the pipe in a thread, and end this process when its other end closes."""
+    """Watch the pipe in a thread, and end this process when its other end closes. Its warnings are a line each."""
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
 
     def watch():
         reader.poll(None)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from autotune_configs.chains import CHAINS
 from autotune_configs.kernels import Config
 from autotune_configs.problem import Problem
-from triton_kernels import chains, group_norm, image_group_norm, reference, row_minimum
+from triton_kernels import chains, group_norm, image_group_norm, image_sums, reference, row_minimum
 from triton_kernels.built_in import NUMBERS
 from triton_kernels.chain import Chain
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
 from triton_kernels.image_statistics import PartialStatistics, image_statistics
-from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig
+from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageSumsConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import Pointwise
 
@@ -269,7 +269,7 @@ def statistics_of(values: torch.Tensor, groups: int) -> tuple[torch.Tensor, torc
 class ImageGroupNorm(Norm):
     def __init__(self, problem, device):
         super().__init__(problem, device)
-        config = ImageNormConfig.fit(self.input)
+        config = ImageSumsConfig.fit(self.input)
         statistics = image_statistics(self.input, self.groups, _EPS, config, self.chain, self.operands)
         self.arguments = (self.input, statistics, self.chain, self.operands)
 
@@ -280,25 +280,49 @@ class ImageGroupNorm(Norm):
         return (self.plain(self.input[:_CHECKED_SAMPLES]),)
 
 
+class ImageSums(ImageGroupNorm):
+    """The means over groups that the input's gradient takes, and the gradients of the norm's weight and bias."""
+
+    def __init__(self, problem, device):
+        super().__init__(problem, device)
+        self.gradient = self.normal(*self.shape, layout=problem.layout.split(" to ")[-1])
+        self.sums = tuple(self.empty(self.N, dtype=torch.float32) for _ in range(2))
+
+    def launch(self, config):
+        gradients = (*[None] * self.chain.norm_place, *self.sums)
+        means = image_sums.image_sums(self.gradient, *self.arguments, gradients, config)
+        self.written = (*means.view(2, self.M, self.groups), *self.sums)
+
+    def expected(self):  # sample by sample, as float64 takes memory
+        samples = zip(self.input.split(1), self.gradient.split(1), strict=True)
+        sums = torch.stack([torch.stack(self.plain_gradients(*each)[2:]) for each in samples], 1)
+        of_groups = (self.operands[-2].double() * sums).view(2, self.M, self.groups, -1).mean(3)
+        return *(of_groups / math.prod(self.shape[2:])), *sums.sum(1)
+
+
 class ImageGroupNormBackward(ImageGroupNorm):
+    """The gradient of the input from these means, and the sums of a bias's."""
+
     def __init__(self, problem, device):
         super().__init__(problem, device)
         self.gradient = self.normal(*self.shape, layout=problem.layout)
+        config = ImageSumsConfig.fit(self.input)
+        self.means = image_sums.image_sums(self.gradient, *self.arguments, [None] * len(self.operands), config)
 
     def launch(self, config):
-        self.sums = self.empty(3, self.M, config.strips(self.shape[2]), self.N, dtype=torch.float32)
-        bias, *of_norm = self.sums
-        image_group_norm.image_group_norm_backward(
-            self.gradient, *self.arguments, config, input_gradient=self.output, sums=(bias, None, *of_norm)
-        )
+        self.sums = self.empty(self.M, config.strips(self.shape[2]), self.N, dtype=torch.float32)
+        input, statistics, chain, operands = self.arguments
+        sums = (self.sums, *[None] * (chain.norm_place - 1))
+        arguments = self.gradient, input, statistics, self.means, chain, operands, config
+        image_group_norm.image_group_norm_backward(*arguments, input_gradient=self.output, sums=sums)
 
     def results(self, config):
-        return self.output, *self.sums.sum(2)
+        return self.output, self.sums.sum(1)
 
     def expected(self):  # sample by sample, as only some are checked
         checked = (each[:_CHECKED_SAMPLES].split(1) for each in (self.input, self.gradient))
-        of_input, *sums = zip(*map(self.plain_gradients, *checked), strict=True)
-        return torch.cat(of_input), *map(torch.stack, sums)
+        of_input, of_bias, *_ = zip(*map(self.plain_gradients, *checked), strict=True)
+        return torch.cat(of_input), torch.stack(of_bias)
 
 
 class Convolution(Workload):
@@ -332,7 +356,7 @@ class Convolution(Workload):
         )
 
     def results(self, config):
-        mean, rstd = self.partials.merge(self.O, self.output[0, 0].numel(), _EPS)
+        mean, rstd = self.partials.merge(self.O, _EPS)
         return self.output, mean.view(self.B, self.O), rstd.view(self.B, self.O)
 
     def expected(self):
@@ -345,6 +369,7 @@ _WORKLOADS: dict[str, Callable[[Problem, torch.device], Workload]] = {
     "group_norm": GroupNorm,
     "group_norm_backward": GroupNormBackward,
     "image_statistics": ImageStatistics,
+    "image_sums": ImageSums,
     "image_group_norm": ImageGroupNorm,
     "image_group_norm_backward": ImageGroupNormBackward,
     "convolution": Convolution,

@@ -1,6 +1,5 @@
 """The command line of ``python -m bench``: which of its commands runs."""
 
-import io
 import sys
 from importlib import import_module
 
@@ -10,6 +9,7 @@ _COMMANDS = {
     "captured": "bench.captured",
     "first-call": "bench.first_call",
     "merge": "bench.results",
+    "models": "bench.models",
     "report": "bench.report",
     "tensor-parallel": "bench.tensor_parallel",
 }
@@ -17,18 +17,16 @@ _COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns the exit status."""
-    try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:  # also in the seconds that torch takes to load
-        return 130  # as a shell has it; what was measured is kept
+    from autotune_configs.command_line import run_command
+
+    # Interrupted, also in the seconds that torch takes to load, it keeps what was measured.
+    return run_command(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
 def _run(arguments: list[str]) -> int:
     from autotune_configs.command_line import Parser, called_as
     from bench.results import BadResult
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without "µ" and "–" gets "?"
     command = arguments[:1] if arguments and not arguments[0].startswith("-") else []
     if command and command[0] not in _COMMANDS:
         Parser(prog=called_as("bench")).error(f"{command[0]!r} is no command: there are {', '.join(_COMMANDS)}")

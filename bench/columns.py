@@ -8,13 +8,23 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from bench.schema import BARE, CALLS, OURS, PYTORCH, CapturedRow, FirstCallRow, Row, TensorParallelRow, TimesRow
+from bench.schema import (
+    BARE,
+    CALLS,
+    KINDS,
+    OURS,
+    PYTORCH,
+    CapturedRow,
+    FirstCallRow,
+    TensorParallelRow,
+    TimesRow,
+)
 
 #: A column's name, and what it shows of a row. A column that is None for every row is left out.
 Column = tuple[object, Callable[[Any], object]]
 
 #: Columns of words. They are aligned to the left, the others, numbers, to the right.
-_WORDS = {"cell", "chain", "dtype", "mode", "shape", "divided", "sent", "product", "setting", "of", "at"}
+_WORDS = set("cell chain dtype mode shape divided sent product setting of at model way".split())
 
 
 def number(value: float | None, format: str = ".0f") -> str:
@@ -42,7 +52,7 @@ def markdown_table(columns: Iterable[Column], rows: Collection[object]) -> str:
 def console_table(
     title: str,
     columns: Iterable[Column],
-    rows: Sequence[Row],
+    rows: Sequence[Any],
     caption: str = "",
     is_red: Callable[[Any], bool] = attrgetter("failed"),
 ) -> Table:
@@ -136,3 +146,46 @@ TENSOR_PARALLEL: list[Column] = [
     ("by the host's clock: one, all, µs", _in_a_row),
     ("sent", _sent),
 ]
+
+
+def of_way(name: str, of: str, format: str, scale: float = 1.0) -> Column:
+    """A field of ``WayFigures``, of a line that is one way of a model's row."""
+
+    def read(line: Any) -> str | None:
+        value = getattr(line.figures, of)
+        return None if value is None else number(value * scale, format)
+
+    return name, read
+
+
+def _over(other: str, line: Any) -> str | None:
+    ratios = line.figures.over.get(other)
+    return ratios and ", ".join(number(ratio, ".2f") for ratio in ratios)
+
+
+def _error(what: str, line: Any) -> str | None:
+    errors = line.figures.errors.get(what)
+    return pair(errors) if errors else None
+
+
+def _kernels(kind: str, line: Any) -> str | None:
+    times = line.figures.kernels.get(kind)
+    return times and f"{times.us / 1e3:.2f} ({times.launches})"
+
+
+WAY_TIMES: list[Column] = [
+    of_way("device, ms", "us", ".2f", 1e-3),
+    of_way("wall clock, ms", "wall_us", ".2f", 1e-3),
+    *((f"over {other}", partial(_over, other)) for other in ("inductor", "inductor-2.15", "inductor-graphs", "eager")),
+]
+WAY_COSTS: list[Column] = [
+    of_way("first call, s", "first_call_s", ".1f"),
+    of_way("peak, MB", "peak_mb", ".0f"),
+    of_way("saved, MB", "saved_mb", ".1f"),
+    *((f"error: {what}", partial(_error, what)) for what in ("output", "gradients")),
+    of_way("chains", "chains", ".0f"),
+    of_way("open norms", "open_norms", ".0f"),
+]
+WAY_KERNELS: list[Column] = [(kind, partial(_kernels, kind)) for kind in KINDS]
+#: Of a line that is one way of a model's row.
+WAY: list[Column] = [*WAY_TIMES, *WAY_COSTS, *WAY_KERNELS]

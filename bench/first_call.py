@@ -43,18 +43,29 @@ def measure(cell: Cell) -> FirstCallRow:
     """What a fresh process with an empty cache says, or why it failed. The precision is PyTorch's default."""
     identity = cell.identity | {"precision": None}
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-m", "bench.first_call", cell.chain.name, cell.dtype, cell.shape, "cuda"]
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-        try:
-            process = subprocess.run(
-                command, cwd=_ROOT, env=environment, timeout=_LONGEST, check=True, capture_output=True, text=True
-            )
-            return FirstCallRow(**identity, **json.loads(_last_line(process.stdout)))
-        except subprocess.TimeoutExpired:
-            failure = f"not done after {_LONGEST} s"
-        except subprocess.CalledProcessError as error:
-            failure = _last_line(error.stderr) or f"exit status {error.returncode}"
-    return FirstCallRow(**identity, failure=failure)
+        words = (cell.chain.name, cell.dtype, cell.shape, "cuda")
+        found = answer_of("bench.first_call", words, {"TRITON_CACHE_DIR": cache})
+    return FirstCallRow(**identity, **found)
+
+
+def answer_of(module: str, words: Sequence[str], environment: dict[str, str], longest: float = _LONGEST) -> dict:
+    """What a process of its own prints as its last line, as JSON; or why there is none, as the ``failure``."""
+    command = [sys.executable, "-m", module, *words]
+    try:
+        process = subprocess.run(
+            command,
+            cwd=_ROOT,
+            env={**os.environ, **environment},
+            timeout=longest,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return json.loads(_last_line(process.stdout))
+    except subprocess.TimeoutExpired:
+        return {"failure": f"not done after {longest:.0f} s"}
+    except subprocess.CalledProcessError as error:
+        return {"failure": _last_line(error.stderr) or f"exit status {error.returncode}"}
 
 
 def show(rows: Sequence[FirstCallRow]) -> list:

@@ -19,6 +19,9 @@ from bench.columns import (
     SHAPE,
     TENSOR_PARALLEL,
     TIMES,
+    WAY_COSTS,
+    WAY_KERNELS,
+    WAY_TIMES,
     Column,
     field,
     markdown_table,
@@ -26,8 +29,17 @@ from bench.columns import (
     of_peer,
     pair,
 )
-from bench.results import BadResult, DeviceResults, by_shape, chains_by_shape, grouped, runs_of, series
-from bench.schema import BARE, COMPILERS, MODES, OURS, PYTORCH, CommitsRow, Row, TimesRow
+from bench.results import (
+    BadResult,
+    DeviceResults,
+    by_shape,
+    chains_by_shape,
+    grouped,
+    model_ratios,
+    runs_of,
+    series,
+)
+from bench.schema import BARE, COMPILERS, GRAPHS, MODES, OURS, PYTORCH, CommitsRow, ModelRow, Row, TimesRow
 from bench.sizes import FORMS, GRID, GRID_BATCHES, GRID_FEATURES
 
 NOT_MEASURED = "Not measured."
@@ -108,13 +120,8 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
     runs = _Runs([*results.times, *results.first_call])
 
     def picture(name: str, what: str) -> str:
-        light, dark = (f"{name}.{results.slug}.{theme}.png" for theme in ("light", "dark"))
-        if light not in drawn:
-            return ""
-        return (
-            f'<picture>\n<source media="(prefers-color-scheme: dark)" srcset="{folder}/{dark}">\n'
-            f'<img alt="{what}" src="{folder}/{light}">\n</picture>'
-        )
+        is_drawn = f"{name}.{results.slug}.light.png" in drawn
+        return _picture(folder, f"{name}.{results.slug}", what) if is_drawn else ""
 
     sections = {
         "Times": [
@@ -140,6 +147,14 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
     }
     parts = ([f"### {title}", *([part for part in body if part] or [NOT_MEASURED])] for title, body in sections.items())
     return [f"## {results.device}", *(part for section in parts for part in section)]
+
+
+def _picture(folder: str, name: str, what: str) -> str:
+    light, dark = (f"{folder}/{name}.{theme}.png" for theme in ("light", "dark"))
+    return (
+        f'<picture>\n<source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
+        f'<img alt="{what}" src="{light}">\n</picture>'
+    )
 
 
 def _family(results: DeviceResults, runs: _Runs) -> list[str]:
@@ -400,6 +415,76 @@ def _rounds(rows: Iterable[Any]) -> str:
     return " or ".join(map(str, sorted({row.rounds for row in rows if row.rounds})))
 
 
+# Whole models
+
+#: Rows of README's table: the model, and what ``Row.layout`` says.
+_MAIN_MODELS = (
+    ("resnet50_gn", "autocast channels_last"),
+    ("segresnet", "autocast channels_last"),
+    ("stable_diffusion_unet", "bfloat16 channels_last"),
+)
+_MODEL: Column = ("model", attrgetter("chain"))
+
+
+def _of_row(column: Column) -> Column:
+    """A column of one way's lines, which shows what this one does of the row."""
+    name, read = column
+    return name, lambda line: read(line.row)
+
+
+def _ways_table(columns: Iterable[Column], results: DeviceResults, note: str = "") -> str:
+    lines = [line for row in results.models for line in row.lines]
+    names: list[Column] = [*map(_of_row, (_MODEL, DTYPE, MODE, SHAPE)), ("way", attrgetter("name"))]
+    return _with_note([*names, *columns], lines, f"{_times_setup(results, results.models)}{note}")
+
+
+def _models_table(results: DeviceResults) -> str:
+    picture = _picture("pictures", f"models.{results.slug}", "Time of whole models over Inductor's")
+    allowed: Column = ("norms' bytes, ms", lambda line: number(line.row.norms_us and line.row.norms_us / 1e3, ".2f"))
+    speeds = [row.copy_gb_s for row in results.models if row.copy_gb_s]
+    note = f" A copy moves {max(speeds):.0f} GB/s." if speeds else ""
+    table = _ways_table([*WAY_TIMES, allowed], results, note)
+    return "\n\n".join([*([picture] if model_ratios(results) else []), *([table] if table else [])])
+
+
+def _failures(results: DeviceResults) -> str:
+    return "\n".join(f"- {line}: {line.figures.failure}" for row in results.models for line in row.lines if line.failed)
+
+
+def _main_models(results: DeviceResults) -> str:
+    """The backend beside Inductor."""
+
+    def over(column: str, one: str, other: str, read: Callable[[Any], float | None]) -> Column:
+        def ratio(row: ModelRow) -> str:
+            ours, theirs = read(row.way(one)), read(row.way(other))
+            return _ratio(ours / theirs if ours and theirs else None)
+
+        return column, ratio
+
+    def timed(column: str, one: str, other: str, place: int) -> Column:
+        return column, lambda row: _ratio(row.way(one).over.get(other, (None, None))[place])
+
+    rows = [row for row in results.models if (row.chain, row.layout) in _MAIN_MODELS and row.way("normfuse").us]
+    rows.sort(key=lambda row: _MAIN_MODELS.index((row.chain, row.layout)))
+    columns: list[Column] = [
+        _MODEL,
+        DTYPE,
+        MODE,
+        ("Inductor, ms", lambda row: number((row.way("inductor").us or 0) / 1e3, ".1f")),
+        ("normfuse, ms", lambda row: number(row.way("normfuse").us / 1e3, ".1f")),
+        timed("device", "normfuse", "inductor", 0),
+        timed("wall clock", "normfuse", "inductor", 1),
+        timed("CUDA graphs", f"normfuse{GRAPHS}", f"inductor{GRAPHS}", 1),
+        over("first call", "normfuse", "inductor", attrgetter("first_call_s")),
+        over("peak memory", "normfuse", "inductor", attrgetter("peak_mb")),
+    ]
+    note = (
+        f"{_times_setup(results, rows)} The backend's figures over Inductor's of the same run: device and wall clock, "
+        'the wall clock with `mode="reduce-overhead"`, compilation and memory.'
+    )
+    return _with_note(columns, rows, note)
+
+
 #: What a page asks for between ``<!-- table: NAME -->`` and ``<!-- /table -->``.
 TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "times": _main_table,
@@ -408,6 +493,11 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "tensor_parallel": lambda results: _rows_table(results, results.tensor_parallel, TENSOR_PARALLEL),
     "commits": _commits_table,
     "family": lambda results: _rows_table(results, results.family, _FAMILY_TIMES[1:]),
+    "models": _models_table,
+    "models_main": _main_models,
+    "models_costs": partial(_ways_table, WAY_COSTS),
+    "models_kernels": partial(_ways_table, WAY_KERNELS),
+    "models_failures": _failures,
 }
 _OPENING, _CLOSING = "<!-- table: {} -->", "<!-- /table -->"
 #: A table's name, and its end. That is empty where the next table, or the page's end, comes first.

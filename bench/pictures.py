@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.columns import number
-from bench.results import BadResult, DeviceResults, chains_by_shape
+from bench.results import BadResult, DeviceResults, chains_by_shape, model_ratios
 from bench.schema import COMPILERS, MODES, PYTORCH, TimesRow
 from bench.sizes import GRID, GRID_BATCHES, GRID_FEATURES
 
@@ -47,7 +47,13 @@ class Picture:
 def pictures_of(results: DeviceResults) -> dict[str, Picture]:
     """By name; a picture of which nothing was measured is left out."""
     growth = {f"growth_{mode}": _growth(results, mode) for mode in MODES}
-    found = {"speedup": _speedup(results), "family": _family(results), "errors": _errors(results), **growth}
+    found = {
+        "speedup": _speedup(results),
+        "family": _family(results),
+        "errors": _errors(results),
+        "models": _models(results),
+        **growth,
+    }
     return {f"{name}.{results.slug}": picture for name, picture in found.items() if picture}
 
 
@@ -201,6 +207,45 @@ def _draw_errors(picture: Picture, theme: Theme):
     errors = [error for value in picture.values for error in value[3:]]
     panels[0].set(xlim=(min(errors) / 3, max(errors) * 60))  # room for the tensors' names
     panels[0].legend(loc="upper left", facecolor=theme.page, edgecolor=theme.faint, framealpha=1)
+    return figure
+
+
+# Whole models
+
+
+def _models(results: DeviceResults) -> Picture | None:
+    """The backend's time over Inductor's, and beside it Inductor's with torch 2.15's group norm."""
+    found = model_ratios(results)
+    values = tuple(
+        (f"{row.chain} {row.mode} {row.layout}", name, round(device, 3), round(wall, 3))
+        for row, name, device, wall in found
+    )
+    ours = [value[2:] for value in values if value[1] == "normfuse"]
+    if not ours:
+        return None
+    means = [f"{statistics.geometric_mean(ratios):.2f}" for ratios in zip(*ours, strict=True)]
+    title = f"Whole models take {means[0]} of Inductor's time on the device, {means[1]} on the wall clock"
+    caption = "Time of a step over Inductor's, geometric means above; orange: slower; |: Inductor as of torch 2.15\n"
+    return Picture(title, caption + results.setup(row for row, *_ in found), values, _draw_models)
+
+
+def _draw_models(picture: Picture, theme: Theme):
+    labels = list(dict.fromkeys(value[0] for value in picture.values))
+    figure, panels = _labelled_panels(labels, 1.4 + 0.28 * len(labels))
+    for panel, (place, title) in zip(panels, ((2, "Device"), (3, "Wall clock")), strict=True):
+        ours, newer = (
+            [(labels.index(value[0]), value[place]) for value in picture.values if value[1] == name]
+            for name in ("normfuse", "inductor-2.15")
+        )
+        colours = [theme.ours if ratio <= 1 else theme.slower for _, ratio in ours]
+        bars = panel.barh([at for at, _ in ours], [ratio for _, ratio in ours], 0.66, color=colours)
+        panel.bar_label(bars, fmt="%.2f", padding=4, fontsize=8.5, bbox={"color": theme.page, "pad": 1})
+        panel.scatter([ratio for _, ratio in newer], [at for at, _ in newer], 90, theme.text, marker="|", linewidths=2)
+        panel.axvline(1.0, color=theme.text, linewidth=1)
+        panel.set(title=title, xlabel="time over Inductor's")
+        panel.tick_params(length=0)
+    most = max(1.0, *(ratio for value in picture.values for ratio in value[2:]))
+    panels[0].set(xlim=(0, 1.2 * most), ylim=(len(labels) - 0.4, -0.6))
     return figure
 
 

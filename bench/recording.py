@@ -30,7 +30,7 @@ _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 def has_gpu() -> bool:
     """Whether there is a GPU and the kernels are to run there."""
-    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
+    return torch.cuda.is_available() and not _interprets()
 
 
 def device_to_measure() -> torch.device:
@@ -42,7 +42,13 @@ def device_to_measure() -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU, Triton's interpreter" if _interprets() else "CPU"
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def current_run(device: torch.device) -> Run:
@@ -138,11 +144,13 @@ class Recording:
         if self.rows:
             self._console.print(*self._tables(self.rows), sep="\n")
         if self.rows and not self._on_gpu:
-            self._console.print("[bold]No GPU: the kernels ran in Triton's interpreter. Times need a GPU.[/]")
+            what_ran = "the kernels ran in Triton's interpreter" if _interprets() else "PyTorch's operations ran"
+            self._console.print(f"[bold]No GPU: {what_ran}. Times need a GPU.[/]")
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self._progress.advance(self._task)
+    def add(self, row: Row, is_whole: bool = True) -> None:
+        """Keep a row, in the place of one of the same cell that was not whole yet."""
+        self.rows = [*(each for each in self.rows if each.key != row.key), row]
+        self._progress.advance(self._task, int(is_whole))
         self._entries.append(results.Entry(self._run, results.plain(row), str(row)))
         self._save()
 

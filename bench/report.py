@@ -90,7 +90,9 @@ def flat_table(devices: Sequence[DeviceResults]) -> str:
 def _lines(row: Row) -> list[dict]:
     fields = asdict(row)
     parts = [
-        {what: name} | _flat(times) for what in ("peer", "call") for name, times in fields.pop(f"{what}s", {}).items()
+        {what: name} | _flat(times)
+        for what in ("peer", "call", "way")
+        for name, times in fields.pop(f"{what}s", {}).items()
     ]
     return [_flat(fields) | part for part in parts or [{}]]
 

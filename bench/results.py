@@ -25,6 +25,7 @@ from bench.schema import (
     CommitsRow,
     FirstCallRow,
     Header,
+    ModelRow,
     Row,
     Run,
     TensorParallelRow,
@@ -215,6 +216,7 @@ class DeviceResults:
     first_call: list[FirstCallRow] = field(default_factory=list)
     tensor_parallel: list[TensorParallelRow] = field(default_factory=list)
     commits: list[CommitsRow] = field(default_factory=list)
+    models: list[ModelRow] = field(default_factory=list)
 
     @property
     def slug(self) -> str:
@@ -250,6 +252,17 @@ class DeviceResults:
         """The growth grid, with the target shape where more than that was measured."""
         grown = {series(row) for row in self.times if row.shape in GRID and row.shape != TARGET["GEMM"]}
         return [row for row in self.times if row.shape in GRID and series(row) in grown]
+
+
+def model_ratios(results: DeviceResults) -> list[tuple[ModelRow, str, float, float]]:
+    """What the backend and Inductor with torch 2.15's group norm take over Inductor, of the device and on the wall."""
+    return [
+        (row, name, device, wall)
+        for row in results.models
+        for name in ("normfuse", "inductor-2.15")
+        for device, wall in [row.way(name).over.get("inductor", (None, None))]
+        if device and wall
+    ]
 
 
 def read_all(paths: Iterable[Path]) -> list[DeviceResults]:

@@ -6,7 +6,7 @@ Needs neither torch nor msgspec: a GPU machine may lack the one, a reader's mach
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from bench.chains import CHAINS, FAMILY
 from bench.sizes import sizes_of
@@ -22,6 +22,12 @@ MODES = ("forward", "training")
 ALL_MODES = (*MODES, "forward_grad")
 #: How a chain is called; the others are compared with the first.
 CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
+
+#: How a whole model runs: as written, and by each of the others. Those with CUDA graphs end in ``GRAPHS``.
+GRAPHS = "-graphs"
+WAYS = ("eager", "fuse", "inductor", "inductor-2.15", "normfuse", f"inductor{GRAPHS}", f"normfuse{GRAPHS}")
+#: Kinds of kernels, by their names.
+KINDS = ("convolution", "product", "attention", "Inductor's", "ours", "copy", "other")
 
 #: By tensor, ours and PyTorch's; None for NaN or infinity.
 Errors = dict[str, tuple[float | None, float | None]]
@@ -90,6 +96,11 @@ class Row:
     def __post_init__(self):
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", self.shape, re.ASCII):
             raise ValueError(f"the shape {self.shape[:40]!r} is no list of positive integers, as in 8x64x64")
+
+    @property
+    def key(self) -> tuple:
+        """What identifies it."""
+        return tuple(getattr(self, name) for name in self.KEY)
 
     @property
     def failed(self) -> bool:
@@ -250,10 +261,92 @@ class CommitsRow(Row):
     rounds: int
 
 
+@dataclass(frozen=True)
+class KernelTimes:
+    """What the kernels of one kind take in a step."""
+
+    us: float
+    launches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayFigures:
+    """What one way to run a model takes for a step, in microseconds and MB."""
+
+    failure: str | None = None
+    #: Of the device, queued ahead.
+    us: float | None = None
+    #: The wall clock of whole steps in a loop.
+    wall_us: float | None = None
+    #: By another way, its times over that one's: the device's and the wall clock's, medians of the rounds' ratios.
+    over: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    #: Of a process with empty caches: until its first step is done, seconds.
+    first_call_s: float | None = None
+    #: All that is allocated at the peak of a step.
+    peak_mb: float | None = None
+    #: Saved for the backward pass, without parameters, buffers and inputs.
+    saved_mb: float | None = None
+    #: By "output" and "gradients": the error's norm over the value's, and the worst.
+    errors: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    #: What this project took over.
+    chains: int | None = None
+    open_norms: int | None = None
+    #: By kind.
+    kernels: dict[str, KernelTimes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow(Row):
+    """A row of ``python -m bench models``: a whole model, each way to run it. The model is the row's chain, its library
+    the product."""
+
+    rounds: int | None = None
+    ways: dict[str, WayFigures] = field(default_factory=dict)
+    #: What the bytes of the norms' images take at the speed of a copy, in microseconds, and that speed.
+    norms_us: float | None = None
+    copy_gb_s: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        return any(way.failure for way in self.ways.values())
+
+    @property
+    def order(self) -> tuple:
+        return self.chain, *super().order
+
+    def way(self, name: str) -> WayFigures:
+        """Empty where it was not measured."""
+        return self.ways.get(name, WayFigures())
+
+    @property
+    def lines(self) -> list["WayLine"]:
+        """One for each way."""
+        return [WayLine(self, name) for name in self.ways]
+
+
+class WayLine(NamedTuple):
+    """One way to run a row's model."""
+
+    row: ModelRow
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.row} {self.name}"
+
+    @property
+    def figures(self) -> WayFigures:
+        return self.row.way(self.name)
+
+    @property
+    def failed(self) -> bool:
+        return self.figures.failure is not None
+
+
 ROWS: dict[str, type[Row]] = {
     "times": TimesRow,
     "captured": CapturedRow,
     "first_call": FirstCallRow,
     "tensor_parallel": TensorParallelRow,
     "commits": CommitsRow,
+    "models": ModelRow,
 }

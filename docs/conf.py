@@ -47,6 +47,9 @@ docs/tensor_parallel
 docs/tuning
 docs/limits
 docs/numerics
+docs/special_values
+docs/compiled_graphs
+docs/installing
 docs/examples
 docs/reference
 ```
@@ -56,6 +59,7 @@ docs/reference
 :caption: Measured
 
 docs/benchmarks
+docs/models
 bench/kernelbench/README
 docs/performance
 docs/float32_products

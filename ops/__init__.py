@@ -9,11 +9,12 @@ and DTensor. Numbers may be Python's or NumPy's, or anything else that stands fo
 from ops.sibling_packages import require_own_siblings
 
 __version__ = "0.2.0.dev0"
+__distribution__ = "normfuse"  # by which it is told from another project's package of this name
 
 require_own_siblings()
 
 from ops import pointwise, reference, tensor_parallel  # noqa: E402
-from ops.chain import Chain  # noqa: E402
+from ops.chain import Chain, decompositions  # noqa: E402
 from ops.composed_functions import (  # noqa: E402
     conv2d_group_norm,
     conv_transpose2d_group_norm,
@@ -73,6 +74,7 @@ __all__ = [
     "conv2d_group_norm",
     "conv_transpose2d_gelu_group_norm",
     "conv_transpose2d_group_norm",
+    "decompositions",
     "explain",
     "fuse",
     "gelu_group_norm",

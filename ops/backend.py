@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
-from ops import rewriting
+from ops import inductor, layouts, rewriting
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,37 @@ def normfuse(
     found = rewriting.rewrite(module, compiles=True)
     _log.info("%d chains in a graph of %d nodes", len(found), len(module.graph.nodes))
     for each in found:
-        _log.info("%s, in the place of %s", each.chain, ", ".join(each.nodes))
+        _log.info("%s%s, in the place of %s", "open " if each.is_open else "", each.chain, ", ".join(each.nodes))
     of_mode = torch._inductor.list_mode_options(mode) if mode else {}
-    return torch._inductor.compile(module, list(example_inputs), options={**of_mode, **(options or {})})
+    given = {**of_mode, **(options or {})}
+    for name, change in _PASSES.items():
+        given[name] = _behind(given.get(name), name, change)
+    return torch._inductor.compile(module, list(example_inputs), options=given)
+
+
+#: By the name of Inductor's option the pass over graphs with open norms.
+_PASSES = {"joint_custom_pre_pass": layouts.lay_out, "joint_custom_post_pass": layouts.hold_apart}
+
+
+def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
+    """The pass behind the user's own. PyTorch's caches know it by its uuid."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    others = getattr(config, name) if others is None else others
+    passes = [others] if callable(others) else list(others or ())
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for each in (*passes, change):
+                each(graph)
+
+        def uuid(self) -> Any:
+            known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
+            return (get_hash_for_files((layouts.__file__,), change.__name__), *known) if all(known) else None
+
+    return Pass()
+
+
+#: ``torch._dynamo.reset`` calls it.
+normfuse.reset = inductor.reset  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """Calls of chains as data: a chain with the numbers it is called with, as a value and as text, and with its tensors.
 
 The text describes itself, as in ``linear -> add -> hardtanh(-1.0, 1.0) -> mish -> group_norm(256, 1e-05) -> mul -> no
-add``. Operators of PyTorch's take it, so compiled and exported graphs have it, which may outlive the process.
+add``. Operators of PyTorch's take it, with a fingerprint behind it, so compiled and exported graphs have it, which may
+outlive the process.
 """
 
 import functools
@@ -14,6 +15,7 @@ import torch
 
 from ops import precision
 from ops.convolution import IS_TRANSPOSED, Geometry
+from ops.fingerprint import check, fingerprint
 from triton_kernels.built_in import NAMED, name_of, named
 from triton_kernels.chain import Chain, Reduction
 from triton_kernels.launch import call as do
@@ -87,10 +89,21 @@ class Call:
         text = text_of(chain, steps, f"({', '.join(sizes)})" if sizes else "", of_norm, f"({int(self.has_bias)})")
         return text + (_ARROW + precision.name_of(self.result) if self.result else "")
 
+    @property
+    def text_in_graph(self) -> str:
+        """The text that operators take."""
+        return f"{self.text} | {fingerprint(self.chain.steps)}"
+
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Call:
-    """The call that a text describes. Raises ValueError where it names a function that this process does not have."""
+    """The call that a text describes, with a fingerprint or without.
+
+    Raises ValueError where it names a function that this process does not have, or another version wrote it.
+    """
+    text, *written_by = text.split(" | ")
+    for each in written_by:
+        check(each)
     contraction, norm, reduction = "", "", None
     steps: list[tuple] = []
     before: int | None = None  # how many steps are before the norm

@@ -3,15 +3,17 @@
 import functools
 import itertools
 import marshal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
 import triton_kernels.chain
-from ops import checks, convolution, operators, plain, plans, precision, tensor_parallel
+from ops import checks, convolution, open_norms, operators, plain, plans, precision, tensor_parallel
 from ops.calls import Call, register, text_of
 from ops.contractions import CONTRACTIONS
+from ops.fingerprint import check, fingerprint
 from ops.operators import Prepared, is_unobserved
 from triton_kernels.built_in import NUMBERS, name_of
 from triton_kernels.group_norm import WIDEST_GROUP
@@ -61,6 +63,7 @@ class Chain(triton_kernels.chain.Chain):
     names: tuple[Any, ...] = field(default=(), kw_only=True, compare=False, repr=False)
     #: What compiled graphs call the chain.
     text: str = field(init=False, compare=False, repr=False)
+    _fingerprint: str = field(init=False, compare=False, repr=False)
     _data: triton_kernels.chain.Chain = field(init=False, compare=False, repr=False)
     _prepared: plans.Kept = field(init=False, compare=False, repr=False)
 
@@ -86,7 +89,8 @@ class Chain(triton_kernels.chain.Chain):
         names += [next(given, self.reduction.name)] if self.reduction else []
         data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
         text = text_of(self, list(map(name_of, self.steps)))
-        vars(self).update(names=tuple(names), text=text, _data=data, _prepared=plans.Kept())  # the class is frozen
+        of_graphs = {"text": text, "_fingerprint": fingerprint(self.steps)}
+        vars(self).update(names=tuple(names), **of_graphs, _data=data, _prepared=plans.Kept())  # the class is frozen
         by_text.setdefault(self.text, self)
 
     def __call__(
@@ -138,12 +142,15 @@ class Chain(triton_kernels.chain.Chain):
                 return torch.ops.normfuse.chain.default(*given)
         return self._apply(row, numbers, num_groups, eps, geometry, result)
 
-    def _apply(self, row, numbers, num_groups, eps, geometry, result) -> Tensor:
-        """By what was prepared at the first such call, where nothing of PyTorch's has to see it."""
+    def _apply(self, row, numbers, num_groups, eps, geometry, result, opens=False) -> Tensor:
+        """By what was prepared at the first such call, where nothing of PyTorch's has to see it.
+
+        ``opens``: whether an image's norm is open where a compiler traces it.
+        """
         key = self._key(row, (num_groups, eps, numbers), geometry, result) if is_unobserved() else None
         prepared = None if key is None else self._prepared.get(key)
         if prepared is None:
-            return self._apply_checked(row, numbers, num_groups, eps, geometry, result, key)
+            return self._apply_checked(row, numbers, num_groups, eps, geometry, result, key, opens)
         if not precision.autocasts(row[0].device):
             return prepared.run(row)
         row = self._cast(row)
@@ -157,7 +164,9 @@ class Chain(triton_kernels.chain.Chain):
         dtype = precision.autocast_dtype(row[0])
         return row[0].to(dtype), row[1].to(dtype), *row[2:]
 
-    def in_graph(self, row: tuple, numbers: tuple, num_groups: Any, eps: Any, geometry: tuple, result: str) -> tuple:
+    def in_graph(
+        self, row: tuple, numbers: tuple, num_groups: Any, eps: Any, geometry: tuple, result: str, opens: bool = False
+    ) -> tuple:
         """The arguments of the one operator by which a graph calls the chain, or none where it does not take these.
 
         A compiler guards nothing of what that does. What it depends on beside its arguments stands in its text, since
@@ -169,7 +178,9 @@ class Chain(triton_kernels.chain.Chain):
             return ()
         lengths = ",".join([str(len(step)) for step in numbers])
         settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
-        return f"{self.text} | {lengths} | {result} | {settings}", list(row), scalars, num_groups, eps, sizes
+        form = "open" if opens else ""
+        text = f"{self.text} | {self._fingerprint} | {lengths} | {result} | {form} | {settings}"
+        return text, list(row), scalars, num_groups, eps, sizes
 
     def _key(self, row: tuple, numbers: tuple, geometry: tuple, result: str) -> tuple | None:
         """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their
@@ -198,7 +209,7 @@ class Chain(triton_kernels.chain.Chain):
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
 
-    def _apply_checked(self, row, numbers, num_groups, eps, geometry, result, key) -> Tensor:
+    def _apply_checked(self, row, numbers, num_groups, eps, geometry, result, key, opens=False) -> Tensor:
         num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
         if tensor_parallel.is_distributed(*row):
             return self._on_shards(row, numbers, num_groups, eps, geometry, result)
@@ -206,17 +217,28 @@ class Chain(triton_kernels.chain.Chain):
         input = row[0]
         dtype = precision.DTYPES[result] if result and result != precision.name_of(input.dtype) else None
         channels = input.shape[1] if self.norm and not self.contraction else 1
-        if not precision.runs_kernels(input) or channels == 0:
+        has_terms = row[1] is None or row[1].numel() > 0
+        if not precision.runs_kernels(input) or channels == 0 or not has_terms:
             return plain.in_widest_dtype(self, row, numbers, num_groups, eps, geometry, dtype or input.dtype)
         if self.reduction and row[1].shape[0] // num_groups > WIDEST_GROUP:
             return self._reduce_after(row, num_groups, eps, result)
         call = self._call(row, numbers, num_groups, eps, geometry, dtype)
+        if key is None and opens and open_norms.opens(call, input):
+            operators.refuse_transforms(call.name)
+            with precision.without_autocast(input.device):
+                return open_norms.apply(call, row)
         if key is None:
             return operators.run(call, row)
         wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in row]
         with precision.without_autocast(input.device):
             plan = plans.make_forward(call, row, any(wanted))
             return self._prepared.add(key, Prepared(call, row, wanted, plan)).run(row)
+
+    def _in_pytorch(self, row, numbers, num_groups, eps, geometry, result) -> Tensor:
+        num_groups, eps, numbers, geometry = self._check(row, numbers, num_groups, eps, geometry)
+        row = self._cast(row)
+        dtype = precision.DTYPES[result] if result else row[0].dtype
+        return plain.in_widest_dtype(self, row, numbers, num_groups, eps, geometry, dtype)
 
     def _call(self, row, numbers, num_groups, eps, geometry, result) -> Call:
         rest, tensors = iter(numbers), iter(row[2:])
@@ -345,23 +367,60 @@ def _in_pairs(geometry: tuple) -> list[int] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(text: str) -> tuple[Chain, list[int], str]:
-    """What a text of ``in_graph`` names: the chain, how many numbers each step has, the result's dtype."""
+def _read(text: str) -> tuple[Chain, list[int], str, bool]:
+    """What a text of ``in_graph`` names: the chain, how many numbers each step has, the result's dtype, whether it is
+    open."""
     name, *others = text.split(" | ")
     if name not in by_text:
         raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
-    lengths, result, _ = others
-    return by_text[name], list(map(int, filter(None, lengths.split(",")))), result
+    check(others[0])
+    _, lengths, result, form, _ = others
+    return by_text[name], list(map(int, filter(None, lengths.split(",")))), result, form == "open"
 
 
-def call_in_graph(text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]) -> Tensor:
+def opened(text: str) -> str:
+    """The text of ``in_graph`` where a compiler gets the graph, in which images' norms are open."""
+    *before, _, settings = text.split(" | ")
+    return " | ".join((*before, "open", settings))
+
+
+def call_in_graph(*given: Any) -> Tensor:
     """The operator ``normfuse::chain``, without the dispatcher."""
-    chain, lengths, result = _read(text)
+    chain, arguments = _read_call(*given)
+    return chain._apply(*arguments)
+
+
+def _read_call(
+    text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]
+) -> tuple[Chain, tuple]:
+    """The chain that the operator's arguments name, and its own arguments, the last of which is whether it is open."""
+    chain, lengths, result, opens = _read(text)
     given = iter(scalars)
     numbers = tuple([tuple([next(given) for _ in range(length)]) for length in lengths])
     named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
     geometry = tuple([first if name == "groups" else (first, second) for name, first, second in named])
-    return chain._apply(tuple(row), numbers, num_groups, eps, geometry, result)
+    return chain, (tuple(row), numbers, num_groups, eps, geometry, result, opens)
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Tensor]]:
+    """What lets an exported program have PyTorch's own operators in the place of each chain.
+
+    Such a program is loaded and run where this project is not installed. It launches no kernel of this project's.
+
+    Returns:
+        By operator a function that computes the same, for ``torch.export.ExportedProgram.run_decompositions``.
+
+    Example::
+
+        program = torch.export.export(layer, (torch.randn(16, 32),))
+        program = program.run_decompositions({**torch.export.default_decompositions(), **ops.decompositions()})
+    """
+
+    def in_pytorch(*given: Any) -> Tensor:
+        chain, arguments = _read_call(*given)
+        return chain._in_pytorch(*arguments[:-1])
+
+    return {torch.ops.normfuse.chain.default: in_pytorch}
 
 
 torch.library.define(
@@ -383,7 +442,8 @@ def _refuse() -> NoReturn:
 
 def _pair(value: Any) -> tuple:
     """A convolution's argument as one number or more."""
-    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return values * 2 if len(values) == 1 else values
 
 
 def _number(value: Any) -> Any:

@@ -42,11 +42,11 @@ def tensors(required: dict[str, torch.Tensor], optional: dict[str, torch.Tensor 
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor) -> None:
-    """input is ``(*, in_features)`` and weight ``(out_features, in_features)``, with at least one feature each."""
+    """input is ``(*, in_features)`` and weight ``(out_features, in_features)``, with at least one feature out."""
     if weight.ndim != 2:
         raise ValueError(f"weight must be 2-D (out_features, in_features), got shape {tuple(weight.shape)}")
-    if 0 in weight.shape:
-        raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight must have at least one row, got shape {tuple(weight.shape)}")
     if input.ndim < 1:
         raise ValueError("input must have at least one dimension (*, in_features), got a 0-D tensor")
     if input.shape[-1] != weight.shape[1]:
@@ -117,10 +117,10 @@ def integer(name: str, value: SupportsIndex) -> int:
     return number
 
 
-def size(name: str, value: SupportsIndex) -> int:
+def size(name: str, value: SupportsIndex, least: int = 1) -> int:
     number = integer(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
 
 

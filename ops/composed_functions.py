@@ -231,6 +231,9 @@ def group_norm(
     its biased variance, over its channels and all further dimensions (Wu and He, Group Normalization, 2018). Both are
     computed in float32, the mean first. ``weight`` and ``bias`` then scale and shift each channel.
 
+    Groups of one value are 0 before ``bias``. In a batch of one, PyTorch raises an error for them, in larger ones it
+    does not; here the batch makes no difference.
+
     Args:
         input: ``(batch, channels, *)``, float32, bfloat16, float16 or float64.
         num_groups: Number of groups that the channels are divided into. It must divide them.

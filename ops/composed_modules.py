@@ -274,7 +274,7 @@ class Linear(Fused, nn.Linear):
         *,
         after: Sequence[Step] = (),
     ):
-        sizes = checks.size("in_features", in_features), checks.size("out_features", out_features)
+        sizes = checks.size("in_features", in_features, 0), checks.size("out_features", out_features)
         checks.dtype(dtype)
         super().__init__(*sizes, bias=bias, device=device, dtype=dtype)
         self.after = Steps("after", after)
@@ -289,6 +289,8 @@ class Linear(Fused, nn.Linear):
 
 class GroupNorm(Fused, nn.GroupNorm):
     """A ``torch.nn.GroupNorm`` between steps, with its arguments and its parameters ``weight`` and ``bias``.
+
+    Groups of one value are 0 before ``bias``, in a batch of one too, where PyTorch's raises an error.
 
     Args:
         before: Steps of ``ops.pointwise`` before the norm. A ``torch.nn.Parameter`` in one is learned.

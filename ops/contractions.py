@@ -23,9 +23,6 @@ from triton_kernels.launch import call as do
 from triton_kernels.pointwise import identity
 
 Tensor = torch.Tensor
-#: Below this many groups, or above this width, the gradient at the GEMM's output is dense enough for dense products.
-_FEWEST_SPARSE_GROUPS = 16
-_WIDEST_SPARSE_GROUP = 128
 #: Of the input and the weight; None where not wanted.
 Gradients = tuple[Tensor | None, Tensor | None]
 
@@ -43,13 +40,17 @@ class Contraction:
         """
         return True, False, 0
 
+    def keeps(self, given: Arguments) -> bool:
+        """Whether ``forward`` returns more than the result, if ``training``."""
+        return self._keeps_statistics(given.call, given.input)
+
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         """What ``forward`` returns, without values."""
-        call, input = given.call, given.input
         output = self._empty(given, given.result_dtype)
-        if not (training and self._keeps_statistics(call, input)):
+        if not (training and self.keeps(given)):
             return [output]
-        return [output, input.new_empty(2, len(input) * call.num_groups, dtype=torch.float32)]
+        groups = len(given.input) * given.call.num_groups
+        return [output, given.input.new_empty(2, groups, dtype=torch.float32)]
 
     def _empty(self, given: Arguments, dtype: torch.dtype) -> Tensor:
         norm, input = given.call.chain.norm, given.input
@@ -122,10 +123,13 @@ class Linear(Contraction):
     def reads(self, given: Arguments, wanted: Sequence[bool]) -> tuple[bool, bool, int]:
         return wanted[1], wanted[0], len(given.call.chain.biases)  # each for the other's gradient
 
+    def keeps(self, given: Arguments) -> bool:
+        return len(given.call.chain.biases) < len(given.call.chain.steps)
+
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
-        chain, (*lead, _), N = given.call.chain, given.input.shape, given.weight.shape[0]
+        (*lead, _), N = given.input.shape, given.weight.shape[0]
         results = [given.input.new_empty((*lead, N), dtype=given.result_dtype)]
-        if training and len(chain.biases) < len(chain.steps):
+        if training and self.keeps(given):
             results.append(given.input.new_empty(*lead, N))
         if training and passes.keeps_statistics(given.call, N):
             groups = given.input.shape[:-1].numel() * given.call.num_groups
@@ -231,7 +235,7 @@ class ReducedLinear(Linear):
             row_partials, winner, given.operands[-2], group_size
         )
         row_minimum_backward.column_gradients(minimum_gradient, winner, z_gradient, order, offsets, gradients.vectors)
-        if num_groups < _FEWEST_SPARSE_GROUPS or group_size > _WIDEST_SPARSE_GROUP:
+        if not row_minimum_backward.has_sparse_gradient(num_groups, group_size):
             if gradients.input is None and gradients.weight is None:
                 return None, None
             return products.gradients(do(_scatter, z_gradient, column, num_groups, given.dtype), given, gradients)
@@ -269,6 +273,9 @@ class Convolution(Contraction):
 
     def reads(self, given: Arguments, wanted: Sequence[bool]) -> tuple[bool, bool, int]:
         return True, True, len(given.call.chain.biases) if self._is_direct(given) else 0
+
+    def keeps(self, given: Arguments) -> bool:
+        return True
 
     def _is_direct(self, given: Arguments) -> bool:
         """Whether the project's kernels make z. These add the biases; cuDNN would do so in a pass of its own."""

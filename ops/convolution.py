@@ -12,6 +12,8 @@ from ops import checks
 from triton_kernels.device import meant
 
 Pair = tuple[int, int]
+#: By their dimensions the memory format in which images' channels are neighbours.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,13 @@ IS_TRANSPOSED = {"conv2d": False, "conv_transpose2d": True}
 
 
 def pair(name: str, value: int | Sequence[int], least: int) -> Pair:
-    """``value`` as a pair of ints: the pair that it is, or twice the int that it is. Each is in least ... 2**31 - 1."""
+    """``value`` as a pair of ints: the pair that it is, or twice the int that it is or holds, as PyTorch has it.
+
+    Each is in least ... 2**31 - 1. A kernel's size must be an int or a pair, as PyTorch's modules have it.
+    """
     values = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(values) == 1 and name != "kernel_size":
+        values = (values[0], values[0])
     if len(values) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints, got {value}")
     rows, columns = checks.integer(name, values[0]), checks.integer(name, values[1])

@@ -17,14 +17,19 @@ from torch.utils._pytree import tree_leaves
 from autotune_configs.lookup import Found
 from ops import operators, plain, precision, rewriting
 from ops.calls import Call, parse
-from ops.fuse import captured
+from ops.capture import in_parts
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
+from ops.inductor import tensors_in
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
 _PLANS: dict[Any, tuple[str, Callable[..., Plan]]] = {
-    torch.ops.normfuse.forward.default: ("forward", operators.forward_plan),
-    torch.ops.normfuse.backward.default: ("backward", operators.backward_plan),
+    getattr(operator, overload): (direction, plan_of)
+    for operator, direction, plan_of in (
+        (operators.FORWARD, "forward", operators.forward_plan),
+        (operators.BACKWARD, "backward", operators.backward_plan),
+    )
+    for overload in ("default", "one")
 }
 
 
@@ -163,7 +168,7 @@ class _Watch(TorchDispatchMode):
             plan = make_plan(*args)
             if self._keeps:
                 self._given[len(self.calls)] = plan, args
-            self.calls.append(_explained(args[0], direction, plan, result[0].device))
+            self.calls.append(_explained(parse(args[0]).text, direction, plan, tensors_in(args)[0].device))
         return result
 
     def measure(self) -> None:
@@ -172,14 +177,14 @@ class _Watch(TorchDispatchMode):
         for place, (plan, (text, *given)) in self._given.items():
             call = parse(text)
             if self.calls[place].direction == "forward":
-                arguments, gradient = given[0], None
+                gradient = None
                 row = operators.spread(call, given[0])
                 if given[1]:
                     rows.setdefault(text, []).append(row)
             else:
-                _, gradient, kept, tensors = given
-                arguments, row = [gradient, *tensors, *kept], _row_with(tensors, rows.get(text, []))
-            seconds = _seconds(functools.partial(plan.run, arguments))
+                _, gradient, tensors, _ = given
+                row = _row_with(tensors, rows.get(text, []))
+            seconds = _seconds(functools.partial(plan.run, tensors_in(given)))
             theirs = _in_pytorch(call, row, gradient) if row else None
             self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
@@ -303,7 +308,7 @@ class _Capture:
 
     def call(self, *inputs: Any, **options: Any) -> Any:
         """The model's call."""
-        return captured(self, whole=False)(self._model, *inputs, **options)
+        return in_parts(self)(type(self._model).forward, self._model, *inputs, **options)
 
     def take(self, graph: GraphModule) -> Callable:
         """What is to be called in the graph's place."""
@@ -321,7 +326,8 @@ class _Capture:
         for node in graph.graph.nodes:
             kind, given = bound(node)
             if kind in CONTRACTIONS or kind in NORMS:
-                paths = [self._paths[key] for key in rewriting.calls(node) if key in self._paths]
+                keys = [key.partition("@")[0] for key in rewriting.calls(node)]
+                paths = [self._paths[key] for key in keys if key in self._paths]
                 yield LeftStep(paths[-1] if paths else "", kind, _reason(node, given))
 
 

@@ -133,7 +133,7 @@ LINEAR_GROUP_NORM = Family("linear", "group_norm", ("linear_bias", "norm_weight"
 CONV2D_GROUP_NORM = Family("conv2d", "group_norm", ("conv_bias", "norm_weight", "norm_bias"))
 CONV_TRANSPOSE2D_GROUP_NORM = Family("conv_transpose2d", "group_norm", ("conv_bias", "norm_weight", "norm_bias"))
 GROUP_NORM = Family("", "group_norm", ("weight", "bias"))
-FAMILIES = LINEAR, LINEAR_GROUP_NORM, CONV2D_GROUP_NORM, CONV_TRANSPOSE2D_GROUP_NORM, GROUP_NORM
+FAMILIES: tuple[Family, ...] = LINEAR, LINEAR_GROUP_NORM, CONV2D_GROUP_NORM, CONV_TRANSPOSE2D_GROUP_NORM, GROUP_NORM
 
 
 def in_rows(
@@ -178,7 +178,9 @@ def in_rows(
 
     weight, bias = (None if each is None else _shaped(each, rows[1:]) for each in (weight, bias))
     steps = {"before": in_two_dimensions("before", before), "after": in_two_dimensions("after", after)}
-    return _shaped(norm(_shaped(input, rows), 1, weight, bias, **steps, eps=eps), input.shape)
+    # A matrix would keep its strides, as images do.
+    in_order = input if input.is_contiguous() else input.clone(memory_format=torch.contiguous_format)
+    return _shaped(norm(_shaped(in_order, rows), 1, weight, bias, **steps, eps=eps), input.shape)
 
 
 def _shaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

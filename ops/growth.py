@@ -2,6 +2,7 @@
 node at a time, while each value is used by the next steps alone."""
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ class Growth:
         has_minimum: Whether the row minimum follows the norm.
         bias: What is added to that.
         places: By node how many steps had made its value.
+        opens: Whether the norm is an image's that may be open (``ops.open_norms``).
     """
 
     start: Node
@@ -48,6 +50,7 @@ class Growth:
     has_minimum: bool = False
     bias: Any = None
     places: dict[Node, int] = field(default_factory=dict)
+    opens: bool = False
 
     @property
     def value(self) -> Node:
@@ -73,6 +76,8 @@ class Growth:
         That saves nothing behind a product, which is one kernel with what follows here. In 16 bits cuBLAS's is faster
         by some percent, which a function without exponentials or polynomials does not outweigh.
         """
+        if self.opens:
+            return False
         start, users = example(self.start), self.value.users
         is_on_the_way = len(users) > 0 and all(map(is_computed_on_the_way, users))
         if self.contraction == "linear":
@@ -81,6 +86,30 @@ class Growth:
         follows = not self.contraction and self.norm and self.norm[0] == "layer_norm" and len(self.start.users) == 1
         is_of_sum = follows and (self.start.target in CONVOLUTIONS or is_computed_on_the_way(self.start))
         return bool(is_of_sum) or is_on_the_way
+
+    @property
+    def text(self) -> str:
+        """It in words."""
+        names = [step.pointwise.name for step in self.before], [step.pointwise.name for step in self.steps]
+        end = ["row_minimum"] if self.has_minimum else []
+        norm = [self.norm[0]] if self.norm else []
+        return " -> ".join([*filter(None, [self.contraction]), *names[0], *norm, *names[1], *end])
+
+    @property
+    def saved(self) -> tuple[float, int]:
+        """The bytes that eager PyTorch moves for it and one call does not, and the kernels that it launches.
+
+        Each value between two nodes is written and read, and in training its gradient too, and itself once more. A
+        convolution's own is kept. PyTorch copies the images that its group norm does not take as they lie.
+        """
+        between = [node for node in self.own_nodes[:-1] if bound(node)[0] != "same"]
+        between = [node for node in between if bound(node)[0] not in ("conv2d", "conv_transpose2d")]
+        norm = next((node for node in self.nodes if bound(node)[0] in NORMS), None)
+        if norm and example(norm).stride() != example(bound(norm)[1]["input"]).stride():
+            between.append(norm)
+        trains = example(self.value).requires_grad
+        moved = sum([_bytes(example(node)) for node in between])
+        return moved * (5 if trains else 2), len(between) * (3 if trains else 1)
 
     def ends(self) -> list["Growth"]:
         """It and all that it grows to, the longest first."""
@@ -118,10 +147,14 @@ class Growth:
             return replace(self, nodes=nodes, before=self.steps, steps=(), norm=(kind, given), places={node: 0})
         is_same = kind == "same" and given["input"] is value and new.stride() == old.stride()
         added = () if is_same else self._steps(kind, given, value)
-        if not (added or is_same):
+        if not (added or is_same) or (self.opens and any(self._is_image(each) for each in added)):
             return None
         steps = (*self.steps, *added)
         return replace(self, nodes=nodes, steps=steps, places={**self.places, node: len(steps)})
+
+    def _is_image(self, step: Step) -> bool:
+        """Whether the operand has as many values as the norm, which a compiler reads as well."""
+        return isinstance(step.operand, Node) and example(step.operand).shape == example(self.value).shape
 
     def _may_be_overwritten(self, value: Node, node: Node) -> bool:
         """Whether nothing else sees that this node writes into the last value."""
@@ -180,17 +213,25 @@ class Growth:
         return replace(self, nodes=(*self.nodes, node), bias=bias) if fits else None
 
 
-def beginnings(norm: Node, given: dict[str, Any]) -> Iterator[Growth]:
+def _bytes(tensor: torch.Tensor) -> float:
+    """A tensor's size. An open size counts as it was when it was captured."""
+    sizes: list[Any] = list(tensor.shape)
+    sizes = [size if type(size) is int else size.node.hint or 1 for size in sizes]
+    return float(math.prod(sizes) * tensor.dtype.itemsize)
+
+
+def beginnings(norm: Node, given: dict[str, Any], opens: bool = False) -> Iterator[Growth]:
     """Beginnings of chains without a contraction that have this norm, those that begin the farthest from it first."""
-    found = [Growth(given["input"], "", {}, frozenset([norm]))]
+    found = [Growth(given["input"], "", {}, frozenset([norm]), opens=opens)]
     while len(found) < _FARTHEST:
         node = found[-1].start
         kind, given = bound(node)
         if not (kind == "same" or hasattr(pointwise, kind)):
             break
         arguments: tuple[Any, ...] = given["input"], given.get("other")
-        operands = [each for each in arguments if isinstance(example(each), torch.Tensor)]
-        if example(max(operands)).dtype not in precision.KERNEL_DTYPES:
+        shape = example(node).shape
+        operands = [each for each in arguments if getattr(example(each), "shape", None) == shape]
+        if not operands or example(max(operands)).dtype not in precision.KERNEL_DTYPES:
             break
         found.append(replace(found[-1], start=max(operands), path=found[-1].path | {node}))
     for each in found[::-1]:

@@ -145,7 +145,7 @@ def linear_and_norm(
     dtype: Any,
 ) -> tuple[nn.Linear, Layer]:
     """The two layers, after a check of their arguments. ``kind`` is the norm's class; a LayerNorm has no groups."""
-    sizes = checks.size("in_features", in_features), checks.size("out_features", out_features)
+    sizes = checks.size("in_features", in_features, 0), checks.size("out_features", out_features)
     checks.dtype(dtype)
     groups = () if num_groups is None else (checks.groups(sizes[1], num_groups),)
     eps = checks.epsilon(eps)

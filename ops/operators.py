@@ -1,15 +1,19 @@
 """Chains as PyTorch operators, ``torch.ops.normfuse.forward`` and ``backward``, and as an autograd Function over them.
 
-An operator takes a call's text (``ops.calls``) and its tensors. PyTorch's dispatcher leads to it where something would
-see the call: a compiler, a mode, a profiler. Elsewhere the Function runs the same plans without it.
+An operator takes a call's text (``ops.calls``) and its tensors. Each has two overloads: ``default`` returns a list, and
+``one`` the tensor where there is only one, since Inductor's C++ takes a list of one for a tensor. PyTorch's dispatcher
+leads to them where something would see the call: a compiler, a mode, a profiler. Elsewhere the Function runs the same
+plans without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-from ops import checks, plans, precision
+from ops import checks, inductor, plans, precision
 from ops.calls import Arguments, Call, parse
 from ops.contractions import contraction_of
 from ops.plan import Plan
@@ -17,15 +21,6 @@ from ops.plan import Plan
 Tensor = torch.Tensor
 
 _FORWARD_MODE = "forward-mode differentiation"
-_TAG = torch.Tag.pt2_compliant_tag
-#: The dispatch keys of a call that nothing but autograd sees: no mode, tracer, fake or negated tensor.
-_PLAIN_KEYS = [
-    torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)
-    for backend, autograd in (
-        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
-        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
-    )
-]
 
 
 def spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
@@ -36,7 +31,7 @@ def spread(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
     return [next(rest) if each else None for each in there]
 
 
-def _given(tensors: Sequence[Any]) -> list[Tensor]:
+def present(tensors: Sequence[Any]) -> list[Tensor]:
     return [each for each in tensors if each is not None]
 
 
@@ -56,7 +51,7 @@ def is_unobserved() -> bool:
 _plans = plans.Kept()
 
 
-def _key(tensors: Sequence[Tensor]) -> Any:
+def layouts_of(tensors: Sequence[Tensor]) -> Any:
     """All of the tensors that a plan depends on; None where one has no memory of its own, as within vmap."""
     try:
         return [(each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors]
@@ -66,7 +61,7 @@ def _key(tensors: Sequence[Tensor]) -> Any:
 
 def forward_plan(text: str, tensors: list[Tensor], training: bool) -> Plan:
     """The plan that the operator ``forward`` runs for these arguments."""
-    key = text, training, plans.settings(tensors[0]), *_key(tensors)
+    key = text, training, plans.settings(tensors[0]), *layouts_of(tensors)
     plan = _plans.get(key)
     if plan is None:
         call = parse(text)
@@ -74,33 +69,23 @@ def forward_plan(text: str, tensors: list[Tensor], training: bool) -> Plan:
     return plan
 
 
-def backward_plan(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> Plan:
+def backward_plan(text: str, wanted: str, gradient: Tensor, tensors: list[Tensor], kept: list[Tensor]) -> Plan:
     """The plan that the operator ``backward`` runs for these arguments."""
-    key = text, wanted, plans.settings(gradient), *_key([gradient, *tensors, *kept])
+    key = text, wanted, plans.settings(gradient), *layouts_of([gradient, *tensors, *kept])
     plan = _plans.get(key)
     if plan is None:
-        specs, read = _read_specs(wanted)
+        specs, read = read_specs(wanted)
         rest = iter(tensors)
         row = [next(rest) if place in read else None for place in range(len(specs))]
         plan = _plans.add(key, plans.make_backward(parse(text), gradient, kept, row, specs))
     return plan
 
 
-def _below_autograd(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
-    """The operator ``forward`` where it goes from autograd, not as another call of it."""
+def _below_autograd(operator: Any, keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
+    """An overload of ``forward`` where it goes from autograd, not as another call of it."""
     with torch._C._AutoDispatchBelowAutograd():
-        operator = torch.ops.normfuse.forward.default
-        return operator.redispatch(keyset & torch._C._after_autograd_keyset, text, tensors, training)
-
-
-def _run_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
-    with precision.without_autocast(tensors[0].device):
-        return forward_plan(text, tensors, training).run(tensors)
-
-
-def _run_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    with precision.without_autocast(gradient.device):
-        return backward_plan(text, wanted, gradient, kept, tensors).run([gradient, *tensors, *kept])
+        results = operator.redispatch(keyset & torch._C._after_autograd_keyset, text, tensors, training)
+    return results if type(results) is list else [results]
 
 
 #: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted. Where the shape is None, it is
@@ -117,7 +102,7 @@ def specs_of(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> list
     ]
 
 
-def _write_specs(specs: Sequence[Spec], read: Sequence[int]) -> str:
+def write_specs(specs: Sequence[Spec], read: Sequence[int]) -> str:
     """Specs in words, "-" for None; a star marks the tensors that are read."""
     # An integer that a compiler leaves open is settled here, and guarded.
     sizes = ["" if each is None or each[0] is None else f"({','.join(map(str, map(int, each[0])))})" for each in specs]
@@ -127,7 +112,7 @@ def _write_specs(specs: Sequence[Spec], read: Sequence[int]) -> str:
     return " ".join([f"{word}*" if place in read else word for place, word in enumerate(words)])
 
 
-def _read_specs(text: str) -> tuple[list[Spec], list[int]]:
+def read_specs(text: str) -> tuple[list[Spec], list[int]]:
     specs: list[Spec] = []
     for word in text.split():
         name, bracket, sizes = word.rstrip("*)").partition("(")
@@ -144,8 +129,8 @@ def _fake_forward(text: str, tensors: list[Tensor], training: bool) -> list[Tens
     return contraction_of(call.chain).empty_results(Arguments.of(call, spread(call, tensors)), training)
 
 
-def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    call, (specs, read), rest = parse(text), _read_specs(wanted), iter(tensors)
+def _fake_backward(text: str, wanted: str, gradient: Tensor, tensors: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    call, (specs, read), rest = parse(text), read_specs(wanted), iter(tensors)
     given = Arguments.of(call, [next(rest) if place in read else None for place in range(len(specs))])
     contraction = contraction_of(call.chain)
     return [
@@ -157,37 +142,69 @@ def _fake_backward(text: str, wanted: str, gradient: Tensor, kept: list[Tensor],
     ]
 
 
-torch.library.define("normfuse::forward", "(str call, Tensor[] tensors, bool training) -> Tensor[]", tags=_TAG)
-torch.library.define(
-    "normfuse::backward",
-    "(str call, str wanted, Tensor gradient, Tensor[] kept, Tensor[] tensors) -> Tensor[]",
-    tags=_TAG,
-)
-torch.library.impl("normfuse::forward", ("cuda", "cpu"), _run_forward)
-torch.library.impl("normfuse::backward", ("cuda", "cpu"), _run_backward)
-torch.library.register_fake("normfuse::forward", _fake_forward)
-torch.library.register_fake("normfuse::backward", _fake_backward)
+def _only(results: Sequence[Tensor]) -> Tensor:
+    (result,) = results
+    return result
 
 
-def _backward_of_each(text: str, wanted: str, batch: Tensor, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+def define(name: str, schema: str, plan_of: Callable[..., Plan], fake: Callable[..., list[Tensor]]) -> None:
+    """Define an operator that runs plans, and that compiled graphs call directly.
+
+    Args:
+        name: Its name, with an overload's if it is one.
+        schema: Its arguments, which are strings, bools, tensors and lists of tensors, and its results: Tensor[], or
+            Tensor where there is one.
+        plan_of: What finds a call's plan, of the operator's arguments. The plan takes the tensors among them in a row.
+        fake: What returns a list of the results without values.
+    """
+    as_returned: Callable[..., Any] = list if schema.endswith("[]") else _only
+
+    def run(*arguments: Any) -> Any:
+        tensors = inductor.tensors_in(arguments)
+        with precision.without_autocast(tensors[0].device):
+            return as_returned(plan_of(*arguments).run(tensors))
+
+    def without_values(*arguments: Any) -> Any:
+        inductor.register()
+        return as_returned(fake(*arguments))
+
+    torch.library.define(f"normfuse::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"normfuse::{name}", ("cuda", "cpu"), run)
+    torch.library.register_fake(f"normfuse::{name}", without_values)
+    inductor.PLANS[name if "." in name else f"{name}.default"] = plan_of
+
+
+for overload, returned in ("", "Tensor[]"), (".one", "Tensor"):
+    arguments = "str call, Tensor[] tensors, bool training"
+    define(f"forward{overload}", f"({arguments}) -> {returned}", forward_plan, _fake_forward)
+    arguments = "str call, str wanted, Tensor gradient, Tensor[] tensors, Tensor[] kept"
+    define(f"backward{overload}", f"({arguments}) -> {returned}", backward_plan, _fake_backward)
+FORWARD, BACKWARD = torch.ops.normfuse.forward, torch.ops.normfuse.backward
+
+
+def _backward_of_each(operator: Any, batch: Tensor, words: Sequence[str], lists: Sequence[Any]) -> Any:
     """One call for each gradient of a batch. PyTorch does so by itself for operators without lists."""
-    calls = [torch.ops.normfuse.backward.default(text, wanted, gradient, kept, tensors) for gradient in batch]
+    calls = [operator(*words, gradient, *lists) for gradient in batch]
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls)
     return [torch.stack(gradients) for gradients in zip(*calls, strict=True)]
 
 
-def _backward_under_vmap(info, in_dims, text, wanted, gradient, kept, tensors):
-    gradients = _backward_of_each(text, wanted, gradient.movedim(in_dims[2], 0), kept, tensors)
-    return gradients, [0] * len(gradients)
+def _backward_under_vmap(operator, info, in_dims, text, wanted, gradient, *lists):
+    gradients = _backward_of_each(operator, gradient.movedim(in_dims[2], 0), (text, wanted), lists)
+    return gradients, 0 if isinstance(gradients, Tensor) else [0] * len(gradients)
 
 
-def _backward_of_batch(text, wanted, gradient, kept, tensors):
+def _backward_of_batch(operator, text, wanted, gradient, *lists):
     # Of ``is_grads_batched``, which has one level alone and no public rule.
     batch = torch._remove_batch_dim(gradient, 1, 1, 0)
-    return [torch._add_batch_dim(each, 0, 1) for each in _backward_of_each(text, wanted, batch, kept, tensors)]
+    gradients = _backward_of_each(operator, batch, (text, wanted), lists)
+    return tree_map(lambda each: torch._add_batch_dim(each, 0, 1), gradients)
 
 
-torch.library.register_vmap("normfuse::backward", _backward_under_vmap)
-torch.library.impl("normfuse::backward", "Batched", _backward_of_batch)
+for backward in BACKWARD.default, BACKWARD.one:
+    torch.library.register_vmap(backward, partial(_backward_under_vmap, backward))
+    torch.library.impl(backward.name(), "Batched", partial(_backward_of_batch, backward))
 
 
 def _refusal(name: str, what: str) -> str:
@@ -200,15 +217,20 @@ def _refusal(name: str, what: str) -> str:
 class Prepared:
     """A call for tensors that lie in memory in one way: its plan, and those of its backward pass.
 
-    Without a plan, both passes are the operators, the first as ``_below_autograd`` takes it.
+    Without a plan, both passes are the operators, the first as ``operator`` calls it.
     """
 
     def __init__(
-        self, call: Call, tensors: Sequence[Any], wanted: Sequence[bool], plan: Plan | None = None, keyset: Any = None
+        self,
+        call: Call,
+        tensors: Sequence[Any],
+        wanted: Sequence[bool],
+        plan: Plan | None = None,
+        operator: Callable[..., list[Tensor]] | None = None,
     ):
         self.call = call
         self.plan = plan
-        self._keyset = keyset
+        self._operator = operator
         self.training = any(wanted)
         self.places = [place for place, each in enumerate(tensors) if each is not None]
         self.read = [place for place in plans.places_read(call, tensors, wanted) if tensors[place] is not None]
@@ -224,7 +246,8 @@ class Prepared:
         given = [tensors[place] for place in self.places]
         if self.plan:
             return self.plan.run(given)
-        return _below_autograd(self._keyset, self.call.text, given, self.training)
+        assert self._operator
+        return self._operator(self.call.text_in_graph, given, self.training)
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
@@ -232,15 +255,16 @@ class Prepared:
         # The dispatcher's are calls that were its own before, with tensors that may be negated, and tensors of classes
         # of their own, as those still on their way from another rank.
         is_eager = self.plan is not None and checks.PLAIN_TENSORS.issuperset(map(type, given)) and is_unobserved()
-        key = _key(given) if is_eager else None
+        key = layouts_of(given) if is_eager else None
         if key is not None:
             key = needed, plans.settings(gradient), *key
             plan = self._backwards.get(key) or self._backwards.add(key, self._make_backward(gradient, saved, needed))
             gradients = plan.run(given)
         else:
             read, kept = list(saved[: len(self.read)]), list(saved[len(self.read) :])
-            words = _write_specs(self._needed(needed), self.read)
-            gradients = torch.ops.normfuse.backward.default(self.call.text, words, gradient, kept, read)
+            words = write_specs(self._needed(needed), self.read)
+            arguments = self.call.text_in_graph, words, gradient, read, kept
+            gradients = [BACKWARD.one(*arguments)] if sum(needed) == 1 else BACKWARD.default(*arguments)
         rest = iter(gradients)
         return [next(rest) if each else None for each in needed]
 
@@ -254,7 +278,7 @@ class Prepared:
         return plans.make_backward(self.call, gradient, saved[len(self.read) :], row, self._needed(needed))
 
 
-def _refuse_second_derivative(name: str) -> None:
+def refuse_second_derivative(name: str) -> None:
     # once_differentiable would let create_graph=True pass silently where the gradient itself needs none.
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -290,38 +314,46 @@ class Function(torch.autograd.Function):
                 f"{prepared.call.name} cannot be differentiated here: it was traced or exported where no gradient was "
                 "needed (under torch.no_grad, say), and saved nothing for one; export the model with gradients enabled"
             )
-        _refuse_second_derivative(prepared.call.name)
+        refuse_second_derivative(prepared.call.name)
         gradient = gradient.resolve_neg()
         # All that a gradient is made of has its dtype already, whether or not the forward pass was autocast.
         with precision.without_autocast(gradient.device):
             return None, *prepared.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
 
-def _differentiable(keyset: Any, text: str, tensors: list[Tensor], training: bool) -> list[Tensor]:
-    """The operator ``forward`` where autograd may see it."""
+def _differentiable(operator: Any, keyset: Any, text: str, tensors: list[Tensor], training: bool) -> Any:
+    """An overload of ``forward`` where autograd may see it."""
     # A tangent would be lost: what lies below autograd does not see it.
     forward_ad = torch.autograd.forward_ad
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         raise RuntimeError(_refusal(parse(text).name, _FORWARD_MODE))
+    below = partial(_below_autograd, operator, keyset)
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         call = parse(text)
         row = spread(call, tensors)
         wanted = [training and each is not None and each.requires_grad for each in row]
-        return list(Function.apply(Prepared(call, row, wanted, keyset=keyset), *row))
-    # Nothing else sees the call. Entering the dispatcher again would take the host 13 us (measured beside an H200).
-    if keyset in _PLAIN_KEYS:
-        return _run_forward(text, tensors, training)
-    return _below_autograd(keyset, text, tensors, training)
+        results = list(Function.apply(Prepared(call, row, wanted, operator=below), *row))
+    else:
+        results = below(text, tensors, training)
+    return results if operator is FORWARD.default else _only(results)
 
 
 _library = torch.library.Library("normfuse", "FRAGMENT")
-_library.impl("forward", _differentiable, "Autograd", with_keyset=True)
+for forward in FORWARD.default, FORWARD.one:
+    _library.impl(forward, partial(_differentiable, forward), "Autograd", with_keyset=True)
+
+
+def refuse_transforms(name: str) -> None:
+    """Raises RuntimeError within torch.func. PyTorch's own refusals would not say what to do instead."""
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        raise RuntimeError(_refusal(name, "torch.func (vmap, grad, jvp, ...)"))
 
 
 def run(call: Call, tensors: Sequence[Any]) -> Tensor:
     """The result of a call that something of PyTorch's may see."""
-    # PyTorch's own refusals would not say what to do instead.
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-        raise RuntimeError(_refusal(call.name, "torch.func (vmap, grad, jvp, ...)"))
-    training = torch.is_grad_enabled() and any(each.requires_grad for each in _given(tensors))
-    return torch.ops.normfuse.forward.default(call.text, _given(tensors), training)[0]
+    refuse_transforms(call.name)
+    training = torch.is_grad_enabled() and any(each.requires_grad for each in present(tensors))
+    arguments = call.text_in_graph, present(tensors), training
+    if training and contraction_of(call.chain).keeps(Arguments.of(call, tensors)):
+        return FORWARD.default(*arguments)[0]
+    return FORWARD.one(*arguments)

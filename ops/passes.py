@@ -1,6 +1,6 @@
 """What follows a contraction, as steps of plans: z's pointwise functions and its norm, forward and backward.
 
-One pass does it where a program can hold a row's whole group. Images take three passes, as do rows with wider groups,
+One pass does it where a program can hold a row's whole group. Images take two passes, as do rows with wider groups,
 which are images of one pixel. So all tensors here are [B, C, S]: samples, channels and pixels.
 """
 
@@ -11,8 +11,8 @@ import torch
 
 from autotune_configs import group_norm_config, image_norm_config
 from ops.calls import Call
-from triton_kernels import image_statistics
 from triton_kernels.chain import Chain
+from triton_kernels.column_sums import add_up
 from triton_kernels.group_norm import (
     WIDEST_GROUP,
     GroupNormConfig,
@@ -26,9 +26,9 @@ from triton_kernels.image_group_norm import (
     empty_sums,
     image_group_norm,
     image_group_norm_backward,
-    merges,
 )
-from triton_kernels.image_statistics import PartialStatistics
+from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_sums import image_sums
 from triton_kernels.pointwise import identity
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ Operands = Sequence[Any]
 
 
 def keeps_statistics(call: Call, channels: int, pixels: int = 1) -> bool:
-    """Whether there are three passes, of which the first makes the norm's statistics."""
+    """Whether there are two passes, of which the first makes the norm's statistics."""
     return bool(call.chain.norm) and (pixels != 1 or channels // call.num_groups > WIDEST_GROUP)
 
 
@@ -73,7 +73,7 @@ def backward(
     ``known`` has the statistics, where ``forward`` returned any that were kept.
     """
     if keeps_statistics(call, *z.shape[1:]):
-        (found,) = known or [partial_statistics(call, operands, z).merge(call.num_groups, z.shape[2], call.eps)]
+        (found,) = known or [statistics_of(call, operands, z)]
         differentiation = Differentiation(call, operands, z, found, gradients)
         differentiation.differentiate(dy, z_gradient)
         differentiation.finish()
@@ -97,59 +97,118 @@ def _with_tensors(
     )
 
 
-def partial_statistics(call: Call, operands: Operands, z: Tensor) -> PartialStatistics:
-    """Of what comes before the norm."""
+def statistics_of(call: Call, operands: Operands, z: Tensor) -> Tensor:
+    """The statistics [2, B * G] of what comes before the norm."""
     config = image_norm_config("image_statistics", z.shape[1] // call.num_groups, z)
     operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape), "tensor")
-    return image_statistics.partial_statistics(z, call.num_groups, config, call.chain, operands)
+    return image_statistics(z, call.num_groups, call.eps, config, call.chain, operands)
 
 
 def normalize(
     call: Call, operands: Operands, z: Tensor, output: Tensor, partials: PartialStatistics | None = None
 ) -> Tensor:
     """output = the chain of z. Returns the statistics [2, B * G], from ``partials`` where there are any."""
-    partials = partials or partial_statistics(call, operands, z)
+    found = partials.merge(call.num_groups, call.eps) if partials else statistics_of(call, operands, z)
     config = image_norm_config("image_group_norm", z.shape[1] // call.num_groups, z, output)
     operands = _with_tensors(call.chain, operands, lambda each: each.view(z.shape), "tensor")
-    if merges(z, call.num_groups, config, partials):
-        statistics = partials.empty_statistics(call.num_groups)
-        options: dict[str, Any] = {"partials": partials, "eps": call.eps}
-    else:
-        statistics, options = partials.merge(call.num_groups, z.shape[2], call.eps), {}
-    image_group_norm(z, statistics, call.chain, operands, config, output=output, **options)
-    return statistics
+    image_group_norm(z, found, call.chain, operands, config, output=output)
+    return found
 
 
 class Differentiation:
-    """The backward pass of ``normalize``, a few samples at a time; ``finish`` makes the gradients of the operands."""
+    """The backward pass of ``normalize``, all samples at once or a few at a time: their sums, then z's gradient.
+
+    ``finish`` makes the gradients of the operands.
+    """
 
     def __init__(
         self, call: Call, operands: Operands, z: Tensor, found: Tensor, gradients: Sequence[Tensor | None]
     ) -> None:
-        self._chain, self._z = call.chain, z
+        self._chain, self._z, self._group_size = call.chain, z, z.shape[1] // call.num_groups
         self._operands, self._gradients = (
             _with_tensors(call.chain, each, lambda tensor: tensor.view(z.shape), "tensor")
             for each in (operands, gradients)
         )
         self._statistics = found.view(2, len(z), call.num_groups)
-        self._config = image_norm_config("image_group_norm_backward", z.shape[1] // call.num_groups, z)
+        self._config = image_norm_config("image_group_norm_backward", self._group_size, z)
         self._sums = empty_sums(self._chain, self._gradients, z, self._config)
+        #: Where samples come a few at a time, the sums of each: of vectors that all samples share.
+        self._of_samples: list[Tensor | None] | None = None
 
     def differentiate(
         self, dy: Tensor, z_gradient: Tensor, samples: slice = slice(None), stored: Any = identity
     ) -> None:
-        """z_gradient = ``stored`` of the gradient at these samples of z; dy is that of the output."""
+        """z_gradient = ``stored`` of the gradient at these samples of z. dy is theirs of the output."""
+        z, statistics = self._z[samples], self._statistics[:, samples].flatten(1)
+        operands = _with_tensors(self._chain, self._operands, lambda each: each[samples], "sample", "tensor")
+        config = image_norm_config("image_sums", self._group_size, z, dy)
+        means = image_sums(dy, z, statistics, self._chain, operands, self._targets(samples), config)
         image_group_norm_backward(
             dy,
-            self._z[samples],
-            self._statistics[:, samples].flatten(1),
+            z,
+            statistics,
+            means,
             self._chain,
-            _with_tensors(self._chain, self._operands, lambda each: each[samples], "sample", "tensor"),
+            operands,
             self._config,
             input_gradient=z_gradient,
             sums=[None if each is None else each[samples] for each in self._sums],
             stored=stored,
         )
 
+    def _targets(self, samples: slice) -> list[Tensor | None]:
+        """Where the gradients from the norm on are written, which are sums over these samples."""
+        B, C, _ = self._z.shape
+        if samples.indices(B) == (0, B, 1):
+            return list(self._gradients)
+        if self._of_samples is None:
+            self._of_samples = [
+                torch.empty(B, C, dtype=torch.float32, device=self._z.device) if self._is_shared(place) else None
+                for place in range(len(self._gradients))
+            ]
+        return [
+            each if each is None else (own if own is not None else each)[samples]
+            for each, own in zip(self._gradients, self._of_samples, strict=True)
+        ]
+
+    def _is_shared(self, place: int) -> bool:
+        """Whether the gradient of the step's operand, one from the norm on, is a sum over all samples."""
+        each = self._gradients[place]
+        return place >= self._chain.norm_place and each is not None and each.ndim == 1
+
     def finish(self) -> None:
         add_up_sums(self._chain, self._sums, self._gradients)
+        if self._of_samples is not None:
+            shared = [place for place, each in enumerate(self._of_samples) if each is not None]
+            add_up([self._of_samples[place] for place in shared], [self._gradients[place] for place in shared])
+
+
+def open_statistics(call: Call, operands: Operands, image: Tensor, found: Tensor) -> None:
+    """Write an open norm's statistics: mean and rstd of each group, then centre and scale of each channel."""
+    samples, channels, _ = image.shape
+    of_groups, of_channels = _parts(found, samples, call.num_groups)
+    config = image_norm_config("image_statistics", channels // call.num_groups, image)
+    options: dict[str, Any] = {"channels": of_channels, "statistics": of_groups}
+    image_statistics(image, call.num_groups, call.eps, config, call.chain, operands, **options)
+
+
+def open_sums(
+    call: Call,
+    operands: Operands,
+    dy: Tensor,
+    image: Tensor,
+    found: Tensor,
+    factors: Tensor,
+    gradients: Sequence[Tensor | None],
+) -> None:
+    """Write an open norm's factors, slope and shift, and the gradients from the norm on."""
+    samples, channels, _ = image.shape
+    of_groups, _ = _parts(found, samples, call.num_groups)
+    config = image_norm_config("image_sums", channels // call.num_groups, image, dy)
+    image_sums(dy, image, of_groups, call.chain, operands, gradients, config, channels=factors.unbind())
+
+
+def _parts(found: Tensor, samples: int, num_groups: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Of an open norm's statistics, those of groups, [2, B * G], and of channels, [B * C] twice."""
+    count = 2 * samples * num_groups
+    return found[:count].view(2, -1), found[count:].view(2, -1).unbind()

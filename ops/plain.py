@@ -1,6 +1,7 @@
 """Calls of chains in plain PyTorch: what runs on the CPU and for float64."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -30,7 +31,7 @@ def apply(
         bias, operands[0] = operands[0].reshape(-1), None
     z = values = contraction.plain(input, weight, bias, **geometry)
     if chain.has_rows:
-        values = z.reshape(z.shape[:-1].numel(), z.shape[-1])
+        values = z.reshape(math.prod(z.shape[:-1]), z.shape[-1])
         operands = [
             each.reshape(values.shape) if step.operand == "tensor" and each is not None else each
             for step, each in zip(chain.steps, operands, strict=True)
@@ -56,4 +57,15 @@ def in_widest_dtype(
     widened = [each if each is None else each.to(dtype) for each in row]
     with precision.without_autocast(input.device):
         values = apply(chain, widened, numbers, num_groups, eps, geometry.arguments if geometry else {}).to(result)
-    return values.contiguous(memory_format=memory_format(input)) if geometry else values
+    if geometry:
+        return values.contiguous(memory_format=memory_format(input))
+    return values if chain.contraction else _lying_as(input, values)
+
+
+def _lying_as(input: Tensor, values: Tensor) -> Tensor:
+    """The values with the strides that kernels give to a norm of this input, which are the input's own."""
+    strides = torch.empty_like(input, device="meta").stride()
+    if values.stride() == strides:
+        return values
+    order = sorted(range(input.ndim), key=lambda axis: -strides[axis])
+    return values.permute(order).contiguous().permute([order.index(axis) for axis in range(input.ndim)])

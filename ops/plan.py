@@ -125,7 +125,8 @@ class Planner:
             self._note(Noted(kernel.__name__, partial(kernel[grid], **options), arguments, (), grid, options, config))
             return
         with launching.current(self._device):
-            compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
+            stand_ins = launching.with_counters(arguments, lambda each: each.stand_in)
+            compiled = kernel.run(*stand_ins, grid=grid, warmup=True, **options)
         # As Triton passes them: every parameter in order, among them those that are compiled in.
         bound = kernel.signature.bind(
             *arguments, **{name: options[name] for name in options if name in kernel.arg_names}
@@ -193,6 +194,11 @@ class Plan:
         self.shared_bytes = _share(shared, arguments)
         #: Once it is needed, for launches with Triton's hooks or without.
         self._function = cache(self._written)
+
+    @property
+    def function(self) -> Callable[..., list[Any]]:
+        """``run`` for tensors in a row on the current device, without Triton's hooks."""
+        return self._function(False)
 
     @property
     def result_bytes(self) -> list[int]:
@@ -328,6 +334,8 @@ class _Source:
     def _expression(self, value: Any, as_address: bool) -> str:
         if isinstance(value, torch.Tensor):
             return self._address(value) if as_address else self._view(value)
+        if isinstance(value, launching.Counters):
+            return f"{self._value(value.address if as_address else value.on)}({self._device})"
         if hasattr(value, "block_shape"):
             describe = partial(_describe, type(value), {**vars(value), "base": None})
             return f"{self._value(describe)}({self._expression(value.base, as_address)})"

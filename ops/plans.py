@@ -8,7 +8,8 @@ import torch
 
 from autotune_configs import lookup, tuning
 from autotune_configs.configs import noted_lookups
-from ops.calls import Arguments, Call
+from ops import passes
+from ops.calls import Arguments, Call, as_volume
 from ops.contractions import contraction_of
 from ops.plan import Plan, Planner, stand_in
 from triton_kernels.launch import call as do
@@ -72,12 +73,60 @@ def make_backward(
             None if each is None else _memory_of(step, each, channels) for step, each in zip(steps, found, strict=True)
         ]
         of_matrices = contraction.backward(given, dy, kept, Arguments.of(call, [*wanted[:2], *written]))
-        for step, memory, each in zip(steps, written, found, strict=True):
-            if step and step.operand == "scalar" and each is not None:
-                do(_add_up, memory, each)
+        _add_up_scalars(steps, written, found)
         return [each for each, is_wanted in zip((*of_matrices, *found), wanted, strict=True) if is_wanted]
 
     return _made([gradient, *tensors, *kept], write)
+
+
+def make_statistics(call: Call, tensors: Sequence[Tensor | None]) -> Plan:
+    """The plan of an open norm's statistics: mean and rstd [2, B * G], then centre and scale [2, B * C], in a row."""
+    call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
+
+    def write(stand_ins):
+        arguments = Arguments.of(call, stand_ins)
+        image = as_volume(arguments.input)
+        samples, channels, _ = image.shape
+        found = torch.empty(2 * samples * (call.num_groups + channels), dtype=torch.float32, device=image.device)
+        passes.open_statistics(call, arguments.operands, image, found)
+        return [found]
+
+    return _made(tensors, write)
+
+
+def make_sums(
+    call: Call, gradient: Tensor, statistics: Tensor, tensors: Sequence[Tensor | None], wanted: Sequence[Any]
+) -> Plan:
+    """The plan of an open norm's backward sums: the factors slope and shift [2, B, C], and the wanted gradients.
+
+    ``tensors`` and ``wanted`` are as for ``make_backward``, of which the norm's and what follows it are wanted here.
+    """
+    call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
+    steps = [step for step in call.chain.steps if step.has_tensor]
+
+    def write(stand_ins):
+        dy, found, *row = stand_ins
+        arguments = Arguments.of(call, row)
+        image, dy = as_volume(arguments.input), as_volume(dy)
+        samples, channels, _ = image.shape
+        factors = torch.empty(2, samples, channels, dtype=torch.float32, device=image.device)
+        gradients = [each and torch.empty(each[0], dtype=each[1], device=dy.device) for each in wanted[2:-1]]
+        written = [
+            None if each is None else _memory_of(step, each, channels)
+            for step, each in zip(steps, gradients, strict=True)
+        ]
+        targets = Arguments.of(call, [None, None, *written, None]).vectors
+        passes.open_sums(call, arguments.operands, dy, image, found, factors, targets)
+        _add_up_scalars(steps, written, gradients)
+        return [factors, *(each for each in gradients if each is not None)]
+
+    return _made([gradient, statistics, *tensors], write)
+
+
+def _add_up_scalars(steps: Sequence[Any], written: Sequence[Any], gradients: Sequence[Any]) -> None:
+    for step, memory, each in zip(steps, written, gradients, strict=True):
+        if step and step.operand == "scalar" and each is not None:
+            do(_add_up, memory, each)
 
 
 def _precise(call: Call, dtype: torch.dtype, tensors: Sequence[Any]) -> Call:

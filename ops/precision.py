@@ -6,14 +6,13 @@ from typing import Any
 import torch
 
 import autotune_configs
+from autotune_configs.gpus import float32_by_cublas
 from triton_kernels.device import INTERPRETED
 from triton_kernels.hopper import runs_hopper_kernels
 
 #: What the kernels take, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KERNEL_DTYPES = tuple(DTYPES.values())
-#: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
-SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 #: At TF32's precision, splitting the operands pays from this many rows and columns and this many multiplications on.
 #: (H200: 0.99 of cuBLAS's time at 1024 x 4096 x 4096, 0.88 at 4096 x 2048 x 2048, 1.2 at 512 x 8192 x 8192.)
 FEWEST_TF32_LINES, FEWEST_TF32_PRODUCTS = 1024, 2**34
@@ -57,7 +56,7 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
     if input.dtype != torch.float32:
         are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
         return are_alike and autotune_configs.prefers_cublas(rows, columns, depth, input.device)
-    if rows < FEWEST_FLOAT32_ROWS or depth < SHALLOWEST_FLOAT32:
+    if float32_by_cublas(rows, depth):
         return True
     if float32_parts() == 2:
         return False

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autotune_configs import linear_config
+from autotune_configs.heuristics import may_hold_groups
 from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
@@ -19,8 +20,6 @@ from triton_kernels.launch import call as do
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
 
 Config = LinearConfig | LinearSplitConfig
-#: In wider groups, keeping the group of a row's minimum takes more shared memory than a block of the kernel has left.
-WIDEST_REDUCED_GROUP = 64
 
 
 def product_config(
@@ -48,8 +47,8 @@ def fused_config(
 
     That is where no tile of the kernel holds whole groups, and where cuBLAS multiplies.
     """
-    too_wide = chain.reduction is not None and group_size > WIDEST_REDUCED_GROUP
-    if too_wide or precision.multiplies_by_cublas(input, weight.shape[0], *biases):
+    may_fuse = may_hold_groups(group_size, chain.reduction is not None)
+    if not may_fuse or precision.multiplies_by_cublas(input, weight.shape[0], *biases):
         return None
     config = product_config(chain, input, weight, group_size, result)
     return config if config.holds_groups_of(group_size) else None

@@ -17,7 +17,18 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ops import convolution, family, functions, pointwise, precision
+from ops import (
+    convolution,
+    direct_convolution,
+    family,
+    functions,
+    interpolation,
+    open_norms,
+    pays,
+    pointwise,
+    precision,
+)
+from ops.chain import opened
 from ops.graph_nodes import CONTRACTIONS, CONVOLUTIONS, NORMS, Surroundings, bound, example, memory, name_of, writes
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
@@ -36,23 +47,28 @@ class Rewritten:
     Attributes:
         chain: The chain in words.
         nodes: The names of the nodes whose place it took.
-        calls: The ids of the modules in whose calls all of it was captured, from the outside in.
+        calls: The calls of modules in which all of it was captured, from the outside in: the module's id, and from the
+            second call on "@" and its number.
+        left: Why it was left as it was; "" where it was not.
+        is_open: Whether it is an image's norm of which a compiler gets all but the sums (``ops.open_norms``).
     """
 
     chain: str
     nodes: tuple[str, ...]
     calls: tuple[str, ...] = ()
+    left: str = ""
+    is_open: bool = False
 
 
-def rewrite(module: GraphModule, compiles: bool = False) -> tuple[Rewritten, ...]:
+def rewrite(module: GraphModule, compiles: bool = False, everything: bool = False) -> tuple[Rewritten, ...]:
     """Put one call in the place of each chain, in the module's graph and in those within it, such as a checkpoint's.
 
     ``compiles``: whether a compiler gets the graph. Norms are left to it where all that uses their result is computed
-    in its kernel for the norm.
+    in its kernel for the norm. Else chains are left that are not faster as a call, unless ``everything`` is taken.
     """
     found: list[Rewritten] = []
     for each in graphs(module):
-        found += _rewrite_graph(each.graph, compiles)
+        found += _rewrite_graph(each.graph, compiles, everything)
         each.recompile()
     return tuple(found)
 
@@ -62,28 +78,52 @@ def graphs(module: GraphModule) -> list[GraphModule]:
     return [each for each in module.modules() if isinstance(each, GraphModule)]
 
 
-def _rewrite_graph(graph: Graph, compiles: bool) -> Iterator[Rewritten]:
+def _reason_to_leave(growth: Growth) -> str:
+    """Why a chain is left in a graph that runs as it is: on a GPU, if it is not faster as a call of its own."""
+    return pays.reason_to_leave(*growth.saved) if example(growth.value).is_cuda else ""
+
+
+def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[Rewritten]:
     if any("increment_nesting" in name_of(node) for node in graph.nodes):
         return  # of torch.func, which does not know the chains
+    if compiles:
+        interpolation.rewrite(graph)
     for node in graph.nodes:
         _without_shapes(node)
-    apart = [_with_bias_apart(node) for node in list(graph.nodes) if _may_add_bias_apart(node)]
-    surroundings = Surroundings(graph)
+        if compiles and node.target is torch.ops.normfuse.chain.default:
+            node.args = (opened(node.args[0]), *node.args[1:])
+    apart = [_with_bias_apart(node) for node in list(graph.nodes) if _may_add_bias_apart(node, compiles)]
+    surroundings, left = Surroundings(graph), set[Node]()
     for kinds in CONTRACTIONS, NORMS:
         for node in graph.nodes:  # without those that are erased meanwhile
             kind, given = bound(node)
-            if kind not in kinds or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES:
+            if (
+                node in left
+                or kind not in kinds
+                or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES
+            ):
                 continue
+            if compiles and (reason := _reason_for_compiler(kind, given)):
+                node.meta.setdefault(REFUSAL, reason)
+                continue
+            opens = compiles and kind == "group_norm" and open_norms.has_pixels(example(node))
             contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
-            starts = [contraction] if kinds is CONTRACTIONS else beginnings(node, given)
+            starts = [contraction] if kinds is CONTRACTIONS else beginnings(node, given, opens)
             for end in (end for start in starts for end in start.ends() if end.is_whole):
                 if compiles and end.is_computed_on_the_way:
                     break
                 if not surroundings.allow(end.nodes):
                     node.meta.setdefault(REFUSAL, "something writes to a tensor that the chain would keep")
                     continue
+                names, around = tuple(each.name for each in end.nodes), _common(map(calls, end.own_nodes))
+                if reason := "" if compiles or everything else _reason_to_leave(end):
+                    left.update(end.nodes)
+                    for each in end.nodes:
+                        each.meta.setdefault(REFUSAL, reason)
+                    yield Rewritten(end.text, names, around, reason)
+                    break
                 if text := _put(graph, end, surroundings.autocasts[end.value]):
-                    yield Rewritten(text, tuple(each.name for each in end.nodes), _common(map(calls, end.own_nodes)))
+                    yield Rewritten(text, names, around, is_open=end.opens)
                     break
     for put_back in apart:
         put_back()
@@ -97,10 +137,36 @@ def _without_shapes(node: Node) -> None:
             node.target, node.args = str(node.target)[:-3], (node.args[0], tuple(shape))
 
 
-def _may_add_bias_apart(node: Node) -> bool:
+def _reason_for_compiler(kind: str, given: dict[str, Any]) -> str:
+    """Why no chain begins with this contraction, or has this norm alone, where a compiler gets the graph."""
+    if kind in CONTRACTIONS and not _stays_closed(kind, given):
+        return "left to the compiler: an open norm behind PyTorch's convolution is faster"
+    if kind == "layer_norm" and example(given["input"]).dtype.itemsize == 2:
+        return "left to the compiler: in 16 bits its kernel for rows moves as few bytes"
+    return ""
+
+
+def _stays_closed(contraction: str, given: dict[str, Any]) -> bool:
+    """Whether a contraction of ours wins more than an open norm behind PyTorch's: convolutions that are transposed."""
+    if contraction == "linear":
+        return True
+    values = example(given["input"]), example(given["weight"])
+    if contraction == "conv2d" or not all(isinstance(each, torch.Tensor) and each.ndim == 4 for each in values):
+        return False
+    try:
+        sizes = dict(zip(convolution.DEFAULTS, convolution.in_order(contraction, values[1], given), strict=True))
+        geometry = convolution.check(True, *values, **sizes)
+    except (TypeError, ValueError):
+        return False
+    return direct_convolution.takes(*values, geometry, precision.convolutions_allow_tf32())
+
+
+def _may_add_bias_apart(node: Node, compiles: bool) -> bool:
     """Whether it is a convolution of PyTorch's before a group norm, whose bias that may add with the same rounding: on
     a GPU PyTorch adds it in a kernel of its own, except for depthwise ones."""
-    if node.target not in CONVOLUTIONS or not _comes_to_group_norm(node):
+    kind, given = bound(node)
+    stays = node.target in CONVOLUTIONS or (compiles and kind.startswith("conv") and not _stays_closed(kind, given))
+    if not stays or not _comes_to_group_norm(node):
         return False
     values, (weight, bias) = example(node), map(example, _weight_and_bias(node))
     are_plain = isinstance(bias, torch.Tensor) and all(hasattr(each, "fake_mode") for each in (values, weight, bias))
@@ -117,7 +183,7 @@ def _weight_and_bias(node: Node) -> tuple[Any, Any]:
 def _with_bias_apart(node: Node) -> Callable[[], None]:
     """Let a convolution's bias be added by a node of its own, for a chain to take. Returns what puts it back where none
     has taken it."""
-    values, given, (weight, bias) = example(node), (node.args, node.kwargs), _weight_and_bias(node)
+    values, (weight, bias) = example(node), _weight_and_bias(node)
     writer = _Writer(node.graph, node, node)
     vector = writer.call(torch.ops.aten.to.dtype, bias, values.dtype)
     vector = writer.call(torch.ops.aten.view.default, vector, [-1] + [1] * (example(weight).ndim - 2))
@@ -126,13 +192,20 @@ def _with_bias_apart(node: Node) -> Callable[[], None]:
     total.meta["example_value"] = values
     node.meta["example_value"] = values.detach().clone().requires_grad_(values.requires_grad)
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
-    node.args, node.kwargs = map_arg(given, lambda each: None if each is bias else each)
+    is_named = "bias" in node.kwargs
+
+    def set_bias(value: Any) -> None:  # the other arguments may be other nodes by then
+        node.args = node.args if is_named else (*node.args[:2], value, *node.args[3:])
+        node.kwargs = {**node.kwargs, "bias": value} if is_named else node.kwargs
 
     def put_back() -> None:
         if total in node.users:
             total.replace_all_uses_with(node)
             writer.undo()
-            (node.args, node.kwargs), node.meta["example_value"] = given, values
+            set_bias(bias)
+            node.meta["example_value"] = values
+
+    set_bias(None)
 
     return put_back
 
@@ -147,8 +220,8 @@ def _comes_to_group_norm(node: Node) -> bool:
 
 
 def calls(node: Node) -> tuple[str, ...]:
-    """The ids of the modules in whose calls a node was captured, from the outside in."""
-    return tuple(str(key).partition("@")[0] for key in node.meta.get("nn_module_stack", {}))
+    """The calls of modules in which a node was captured, from the outside in."""
+    return tuple(map(str, node.meta.get("nn_module_stack", {})))
 
 
 def _common(each_nodes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -210,9 +283,9 @@ def _put(graph: Graph, growth: Growth, autocasts: tuple[tuple, ...]) -> str:
         with contextlib.ExitStack() as regions:
             for each in autocasts:
                 regions.enter_context(torch.autocast(*each))
-            dtype = _dtype_seen(growth)
+            dtype = example(last).dtype if growth.opens else _dtype_seen(growth)
             text, result = _call(writer, growth, precision.name_of(dtype))
-            result = _with_strides_of(writer, result, last, dtype)
+            result = _with_strides_of(writer, result, last, dtype, growth.opens)
     except Exception as error:  # whatever the fake run refuses is left: compilation goes on as without this project
         _log.debug("a chain that ends at %s is left", last, exc_info=True)
         for node in growth.nodes:
@@ -280,7 +353,7 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     row = (*row, *_nodes(before), *of_norm, *_nodes(after), growth.bias)
     convolves = growth.contraction in convolution.IS_TRANSPOSED
     geometry = convolution.in_order(growth.contraction, example(given["weight"]), given) if convolves else ()
-    text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype)
+    text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype, growth.opens)
     result = writer.call(torch.ops.normfuse.chain.default, text, list(row), *rest)
     if in_rows:
         result = writer.call(torch.ops.aten.reshape_as.default, result, growth.given["input"])
@@ -299,21 +372,26 @@ def _check_broadcast(shape: torch.Size, values: torch.Size, has_rows: bool) -> N
         raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
 
 
-def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dtype) -> Node:
-    """The result as it lies in PyTorch, where that is seen. Raises ValueError where it has another shape or dtype."""
+def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dtype, is_open: bool) -> Node:
+    """The result as it lies in PyTorch, where that is seen. Raises ValueError where it has another shape or dtype.
+
+    An open norm's always does. The copy goes where nothing sees it: ``ops.layouts``.
+    """
     value, expected = example(result), example(last)
     if value.shape != expected.shape or value.dtype != dtype or value.device != expected.device:
         raise ValueError(f"the result is {value}, not {expected}")
     if value.stride() == expected.stride():
         return result
-    try:
-        for node, made in _made_of(last, value).items():
-            node.meta["example_value"] = made
-        return result
-    except Exception:  # so is what makes no tensor, or depends on sizes that no graph knows
-        _log.debug("the strides of %s are kept", last, exc_info=True)
-    format = convolution.memory_format(expected) if expected.ndim == 4 else torch.contiguous_format
-    if not expected.is_contiguous(memory_format=format):
+    if not is_open:
+        try:
+            for node, made in _made_of(last, value).items():
+                node.meta["example_value"] = made
+            return result
+        except Exception:  # so is what makes no tensor, or depends on sizes that no graph knows
+            _log.debug("the strides of %s are kept", last, exc_info=True)
+    formats = torch.contiguous_format, convolution.CHANNELS_LAST.get(expected.ndim, torch.contiguous_format)
+    format = next((each for each in formats if expected.is_contiguous(memory_format=each)), None)
+    if format is None:
         raise ValueError(f"the result lies as {value.stride()}, not {expected.stride()}")
     return writer.call(torch.ops.aten.contiguous.default, result, memory_format=format)
 

@@ -45,7 +45,8 @@ STRATA = {
 LEFT_OUT = {
     "*/__init__.py": "names alone",
     "*_hopper.py": "Gluon, which the interpreter does not run; tests on a GPU hold it",
-    "ops/fuse*.py": "computes nothing: rewrites models",
+    "ops/fus*.py": "computes nothing: rewrites models",
+    "ops/capture.py": "computes nothing: captures calls",
     "autotune_configs/offline.py": "compiles; its tests run without the interpreter",
     "autotune_configs/precompile.py": "compiles; its tests run without the interpreter",
     "autotune_configs/sweep.py time_on_gpu": "runs on a GPU alone",
@@ -71,6 +72,7 @@ TESTS = {
     "triton_kernels/hopper.py": ["ops/test_direct_convolution.py"],
     "triton_kernels/image_group_norm.py": IMAGES,
     "triton_kernels/image_statistics.py": IMAGES,
+    "triton_kernels/image_sums.py": IMAGES,
     "triton_kernels/image_tiles.py": ["triton_kernels/test_image_copy.py", *IMAGES],
     "triton_kernels/pointwise.py": ["triton_kernels/test_tf32.py", "triton_kernels/test_image_copy.py"],
     "triton_kernels/reference.py": ["triton_kernels/test_chain.py", "ops/test_reference.py"],

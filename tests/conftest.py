@@ -14,27 +14,10 @@ import hypothesis
 import pytest
 import torch
 import triton
-import triton.language as tl
 
 pytest.register_assert_rewrite("tests.accuracy", "tests.bench.refusals", "tests.ops.graphs")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-def _patch_triton_language_once():
-    """Keep the interpreter from patching it anew for each function that a kernel calls: nearly half of all time.
-
-    The launch has patched it by then, and the first call from within ``tl.core`` that for good.
-    """
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-
-    def patch_what_is_not_yet(function):
-        is_patched = not (tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load))
-        return None if is_patched else patch(function)
-
-    interpreter._patch_lang = patch_what_is_not_yet
 
 
 def _refuse_what_lies_outside():
@@ -81,7 +64,6 @@ def _refuse_what_lies_outside():
 
 
 if INTERPRETED:
-    _patch_triton_language_once()
     _refuse_what_lies_outside()
 
 hypothesis.settings.register_profile(

@@ -107,8 +107,8 @@ def test_site_has_every_page():
 
 @pytest.mark.parametrize("module, name", PUBLIC, ids=[f"{module.__name__}.{name}" for module, name in PUBLIC])
 def test_docstrings(module, name):
-    """What the reference is made of; a function of ``ops`` says what it raises."""
+    """What the reference is made of; a function of ``ops`` says what it raises for its arguments."""
     public = getattr(module, name)
     assert (public.__doc__ or "").strip()
-    if module is ops and inspect.isfunction(public):
+    if module is ops and inspect.isfunction(public) and inspect.signature(public).parameters:
         assert "\n\nRaises:\n    TypeError: " in inspect.getdoc(public)

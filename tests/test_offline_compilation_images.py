@@ -52,15 +52,14 @@ def vectors(dtype, channels=CHANNELS):
 ADD_IMAGE = ADD.with_operand("tensor")
 
 
-def assert_fit_without_spills(kernels, allowed_spill=0):
+def assert_fit_without_spills(kernels, allowed_spill=0, put_aside=0):
+    """``put_aside``: the bytes that a kernel may keep in memory across its loops, and not touch in them."""
     assert kernels
     for kernel in kernels:
         assert kernel.fits, (kernel.name, kernel.shared_memory)
-        assert kernel.spilled_bytes <= allowed_spill + more_spills(kernel.arch), (
-            kernel.name,
-            kernel.spilled_bytes,
-            kernel.registers,
-        )
+        allowed = allowed_spill + more_spills(kernel.arch)
+        puts_aside = kernel.spilled_bytes <= put_aside and not kernel.spills_in_loops
+        assert puts_aside or kernel.spilled_bytes <= allowed, (kernel.name, kernel.spilled_bytes, kernel.registers)
 
 
 def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):

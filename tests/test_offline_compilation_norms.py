@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from autotune_configs.heuristics import heuristic_image_config
+from autotune_configs.gpus import Gpu
+from autotune_configs.heuristics import heuristic_image_config, heuristic_image_sums_config
 from autotune_configs.offline import compile_launches
 from tests.compilation import META, by_architecture
 from tests.test_offline_compilation_images import (
@@ -15,7 +16,6 @@ from tests.test_offline_compilation_images import (
     images,
     vectors,
 )
-from triton_kernels.activations import SILU
 from triton_kernels.chain import Chain
 from triton_kernels.chains import (
     CONV_TRANSPOSE2D_GELU_GROUP_NORM,
@@ -30,7 +30,8 @@ from triton_kernels.image_group_norm import (
     image_group_norm,
     image_group_norm_backward,
 )
-from triton_kernels.image_statistics import image_statistics, partial_statistics
+from triton_kernels.image_statistics import image_statistics
+from triton_kernels.image_sums import image_sums
 from triton_kernels.image_tiles import layout_of
 from triton_kernels.pointwise import ADD, GELU, HARDTANH, MUL, identity, nearest_tf32
 
@@ -70,24 +71,28 @@ def test_image_group_norm(dtype, direct, z_format, arch):
             pass_over(chain, z, operands, outputs, 8, stored)
 
     kernels = compile_launches(launch, arch)
-    assert len(kernels) == len(chains) * (5 + len(outputs))
+    assert len(kernels) == len(chains) * (3 + len(outputs))
     # The sums of tanh GELU in float32, where there is no GPU to measure. Hopper's spill nothing.
-    assert_fit_without_spills(kernels, 16 if arch == 100 and dtype == torch.float32 else 0)
+    aside = 8 if arch == 80 and dtype == torch.float32 and z_format == CONTIGUOUS else 0  # a register of the sums
+    assert_fit_without_spills(kernels, 16 if arch == 100 and dtype == torch.float32 else 0, aside)
 
 
 def pass_over(chain, images, operands, outputs, num_groups, stored=identity):
     """A group norm's passes, forward into each of ``outputs`` and backward."""
-    config = heuristic_image_config("image_statistics", *images.shape, layout_of(images))
+    problem = (images.element_size(), *images.shape, images.shape[1] // num_groups, layout_of(images), Gpu.of(META))
+    config = heuristic_image_sums_config("image_statistics", *problem)
     statistics = image_statistics(images, num_groups, 1e-5, config, chain, operands)
     for output in outputs:
         layout = " to ".join(dict.fromkeys(map(layout_of, (images, output))))
         config = heuristic_image_config("image_group_norm", *images.shape, layout)
         image_group_norm(images, statistics, chain, operands, config, output=output)
     gradients = [operand if step.has_tensor else None for step, operand in zip(chain.steps, operands, strict=True)]
+    config = heuristic_image_sums_config("image_sums", *problem)
+    means = image_sums(images, images, statistics, chain, operands, gradients, config)
     alone = heuristic_image_config("image_group_norm_backward", *images.shape, layout_of(images))
     sums = empty_sums(chain, gradients, images, alone)
     options = {"input_gradient": images, "sums": sums, "stored": stored}
-    image_group_norm_backward(images, images, statistics, chain, operands, alone, **options)
+    image_group_norm_backward(images, images, statistics, means, chain, operands, alone, **options)
     return sums, gradients
 
 
@@ -133,25 +138,6 @@ def test_group_norm(name, arch):
 
 @by_architecture
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_pass_that_merges_statistics(dtype, arch):
-    shape, num_groups, chain = (2, 320, 64 * 64), 32, Chain(before=(GELU,), after=(SILU,)).of_dtype(dtype)
-    values, vector = torch.empty(shape, dtype=dtype, device=META), vectors(dtype, shape[1])
-    operands = (None, vector, vector, None)
-
-    def launch():
-        config = heuristic_image_config("image_statistics", *shape, "contiguous")
-        partials = partial_statistics(values, num_groups, config, chain, operands)
-        config = heuristic_image_config("image_group_norm", *shape, "contiguous")
-        statistics, options = partials.empty_statistics(num_groups), {"partials": partials, "eps": 1e-5}
-        image_group_norm(values, statistics, chain, operands, config, output=values, **options)
-
-    kernels = compile_launches(launch, arch)
-    assert len(kernels) == 2
-    assert_fit_without_spills(kernels)
-
-
-@by_architecture
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_operands_of_further_kinds(dtype, arch):
     """One a channel of each sample, one for all, and earlier values, which stay in registers."""
     shape, num_groups = GROUP_NORMS["images"]
@@ -163,5 +149,6 @@ def test_operands_of_further_kinds(dtype, arch):
     sample = torch.empty(shape[:2], dtype=dtype, device=META)
     operands = (sample, None, None, vector, vector, None, None, vector)
     kernels = compile_launches(lambda: pass_over(chain, values, operands, [values], num_groups), arch)
-    # No GPU of compute capability 10.0 has been measured. Hopper's spill nothing.
-    assert_fit_without_spills(kernels, allowed_spill=112 if arch == 100 and dtype == torch.float32 else 0)
+    # No GPU of compute capability 10.0 has been measured. Hopper's spill nothing in a loop.
+    allowed = 112 if arch == 100 and dtype == torch.float32 else 0
+    assert_fit_without_spills(kernels, allowed, put_aside=8 if arch == 90 and dtype == torch.float32 else 0)

@@ -128,7 +128,7 @@ def test_annotations_are_installed(package):
     """Type checkers believe those of a package that says so, with a file that is installed with it."""
     assert (ROOT / package / "py.typed").is_file()
     settings = (ROOT / "pyproject.toml").read_text()
-    build = settings.partition("[tool.hatch.build]\n")[2].partition("\n[")[0]
+    build = settings.partition("[tool.hatch.build.targets.wheel]\n")[2].partition("\n[")[0]
     assert re.search(rf'^packages = .*"{package}"', build, flags=re.MULTILINE), "hatch installs all files of these"
     assert not re.search(r"^exclude = .*(py\.typed|\*)", build, flags=re.MULTILINE)
 

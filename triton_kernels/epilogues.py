@@ -133,6 +133,8 @@ def chain_epilogue(
     BLOCK_N: tl.constexpr = accumulator.shape[1]
     # A reduction has no use for what is past the last column, and the norm's bias hides it there.
     HIDES: tl.constexpr = CHAIN.reduction is not None
+    # Without that bias a mask is needed. Where something is saved, a mask spills fewer registers.
+    MASKS: tl.constexpr = HIDES and (saved is not None or operands[CHAIN.norm_place + 1] is None)
     OUTSIDE: tl.constexpr = float("inf") if HIDES else 0.0
     tile = apply_to_tile(accumulator, place, operands, CHAIN, 0, len(CHAIN.biases), INDICES)
     if CHAIN.norm != "":
@@ -142,16 +144,18 @@ def chain_epilogue(
     tile = apply_to_tile(tile, place, operands, CHAIN, len(CHAIN.biases), CHAIN.norm_place, INDICES)
     if CHAIN.norm != "":
         groups = tl.reshape(tile, (tile.shape[0], BLOCK_N // GROUP_SIZE, GROUP_SIZE))
+        if HIDES and not MASKS:  # past the last column zeros must stay numbers, also without an eps
+            is_group = INDICES(BLOCK_N // GROUP_SIZE) * GROUP_SIZE < N - column
+            eps = tl.expand_dims(tl.where(is_group, eps, 1.0), 0)
         normalized, rstd = normalize_groups(groups, None, eps, GROUP_SIZE)
         tile = tl.reshape(normalized, tile.shape)
     tile = apply_to_tile(tile, place, operands, CHAIN, CHAIN.norm_place, len(CHAIN.steps), INDICES, OUTSIDE)
     if HIDES:
         y = tl.reshape(tile, normalized.shape)
-        # Past the last column the norm's bias makes y infinite, so no mask is needed. (Where the input's row is not
-        # finite, y stays NaN there, but then all of that row is NaN.) Without a bias a mask is needed. Where something
-        # is saved, a mask spills fewer registers.
+        # Past the last column the norm's bias makes y infinite. (Where the input's row is not finite, y stays NaN
+        # there, but then all of that row is NaN.)
         inside = None
-        if operands[CHAIN.norm_place + 1] is None or saved is not None:
+        if MASKS:
             inside = tl.reshape(INDICES(BLOCK_N) < N - column, (1, BLOCK_N // GROUP_SIZE, GROUP_SIZE))
         row = tl.where(column < N, row, M)  # a strip past the last column has no tile to store
         CHAIN.reduction.store(

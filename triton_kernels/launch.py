@@ -6,8 +6,12 @@ kernel's results are written.
 """
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +21,79 @@ from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from triton_kernels.device import INTERPRETED, architecture
+from triton_kernels.grid import blocks_of, next_power_of_2
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 #: What takes launches and calls in the place of the GPU: a plan that is being made.
 _notes: ContextVar[Any] = ContextVar("_notes", default=None)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Stands for ``count`` numbers (int32) that are 0, among the arguments of a launch. The kernel leaves them at 0."""
+
+    count: int
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Those of the device's current stream, whose launches follow one another.
+
+        A launch that a CUDA graph captures has counters of its own, as the graph may be replayed beside other launches.
+        A graph may live for ever, so they do not come back. Without any left, the graph sets some to 0 by a kernel.
+        """
+        stream, size = 0, blocks_of(self.count, 4) * 4  # aligned as any other memory
+        with _lock:
+            if device.type == "cuda":
+                if torch.cuda.is_current_stream_capturing():
+                    left = _reserves.get(device)
+                    if left is None or len(left) < size:
+                        return torch.zeros(size, dtype=torch.int32, device=device)
+                    _reserves[device] = left[size:]
+                    return left[:size]
+                if device not in _reserves:  # made now, as a graph would capture that its memory is set to 0
+                    _reserves[device] = _zeros(_COUNTERS_OF_GRAPHS, device)
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
+            return _of_stream(device, stream, max(_FEWEST_COUNTERS, next_power_of_2(size)))
+
+    def address(self, device: torch.device) -> int:
+        return self.on(device).data_ptr()
+
+    @property
+    def stand_in(self) -> torch.Tensor:
+        """Their like without memory, for a kernel to be compiled."""
+        return torch.empty(self.count, dtype=torch.int32, device="meta")
+
+
+_FEWEST_COUNTERS, _COUNTERS_OF_GRAPHS = 2**12, 2**20
+_reserves: dict[torch.device, torch.Tensor] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def _of_stream(device: torch.device, stream: int, count: int) -> torch.Tensor:
+    """They stay for good, as launches of the stream may still use them."""
+    return _zeros(count, device)
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    """Counters that stay for good. Another thread makes them: where this one warms up for a CUDA graph, its memory is
+    from the graph's pool."""
+
+    def make() -> torch.Tensor:
+        with current(device):
+            counters = torch.zeros(count, dtype=torch.int32, device=device)
+            torch.cuda.current_stream().synchronize()
+        return counters
+
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(make).result()
+
+
+def with_counters(arguments: tuple, change: Callable[[Counters], Any]) -> tuple:
+    """A launch's arguments with what ``change`` makes of counters."""
+    return tuple([change(each) if isinstance(each, Counters) else each for each in arguments])
 
 
 @triton.jit
@@ -59,7 +131,7 @@ def launch(
         notes.launch(kernel, grid, arguments, options, config)
         return
     with current(device):
-        kernel[grid](*arguments, **options)
+        kernel[grid](*with_counters(arguments, lambda each: each.on(device)), **options)
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

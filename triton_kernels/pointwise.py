@@ -166,11 +166,12 @@ def mish(value, operand):
 def mish_gradient(gradient, value, operand):
     """gradient * (tanh(softplus(v)) + v * sigmoid(v) * sech(softplus(v))**2). The second term is 4 v e (e + 1) r r.
 
-    Beyond 20, the first term is 1 and the second 0 in float32. v is limited to 20, so that e does not overflow.
+    Beyond 20, the first term is 1 and the second 0 in float32. v is limited to 20, so that e does not overflow. For
+    both infinities the gradient is NaN, as in PyTorch: v - v is NaN there, and else 0.
     """
     bounded = tl.minimum(value, 20.0, propagate_nan=tl.PropagateNan.ALL)
     e, tanh, r = softplus_terms(bounded)
-    return gradient * (tanh + (e * r) * ((e + 1.0) * r) * 4.0 * bounded)
+    return gradient * (tanh + ((e * r) * ((e + 1.0) * r) * 4.0 * bounded + (value - value)))
 
 
 @triton.jit

@@ -32,16 +32,18 @@ def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1,
     ``operands`` has one entry a step, as the kernels take them. Biases that are in ``z`` already are None.
     """
     first = chain.norm_place
-    value = _apply(chain.steps[:first], z, operands[:first])
+    value = apply_steps(chain.steps[:first], z, operands[:first])
     if chain.norm:
         weight, bias = (None if each is None else each.reshape(-1) for each in operands[first : first + 2])
         value = group_norm(value, num_groups, weight, bias, eps)
         first += 2
-    value = _apply(chain.after, value, operands[first:])
+    value = apply_steps(chain.after, value, operands[first:])
     return chain.reduction.plain(value) if chain.reduction else value
 
 
-def _apply(steps: Sequence[Pointwise], value: Tensor, operands: Sequence[Any]) -> Tensor:
+def apply_steps(steps: Sequence[Pointwise], value: Tensor, operands: Sequence[Any]) -> Tensor:
+    """What the steps make of values [samples, channels, ...], each with its operand. A tensor that is None leaves its
+    step out."""
     values = [value]
     for step, operand in zip(steps, operands, strict=True):
         if step.earlier:

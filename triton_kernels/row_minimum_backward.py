@@ -20,6 +20,14 @@ _LAST = tl.constexpr(2147483647)
 _MOST_RANKED_ROWS = 8192
 #: Number of programs that share the output's gradient. Where it has few columns, its rows are divided too.
 _OUTPUT_GRADIENT_PROGRAMS = 256
+#: Below this many groups, or above this width, the gradient at the GEMM's output is dense enough for dense products.
+_FEWEST_SPARSE_GROUPS = 16
+_WIDEST_SPARSE_GROUP = 128
+
+
+def has_sparse_gradient(num_groups: int, group_size: int) -> bool:
+    """Whether the gradients of input and weight take one group a row. Else they are products of dense matrices."""
+    return num_groups >= _FEWEST_SPARSE_GROUPS and group_size <= _WIDEST_SPARSE_GROUP
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def over_slots(count, mean, m2):
     centre = gl.sum(count * mean, 2) / divisor
     away = mean - gl.expand_dims(centre, 2)
     correction = gl.sum(count * away, 2) / divisor  # of the mean's rounding
-    away -= gl.expand_dims(correction, 2)
+    away = gl.where(count > 0, away - gl.expand_dims(correction, 2), 0.0)  # else 0 * infinity far from zero
     return total, centre + correction, gl.sum(m2 + count * (away * away), 2)
 
 

@@ -1,12 +1,15 @@
 """``python -m autotune_configs``: every command (sweeps through the interpreter), and its answers to bad input."""
 
+import contextlib
 import csv
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 
@@ -16,6 +19,7 @@ from autotune_configs import __main__ as program
 from autotune_configs import commands as cli
 from autotune_configs import gpus, reporting, tables
 from autotune_configs.chains import CHAINS
+from autotune_configs.command_line import run_command
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
@@ -143,7 +147,7 @@ BAD = {
     ),
     "a group wider than the matrix": (["sweep", "--names", "group_norm", "--shapes", "8x64x128"], "must be whole"),
     "nothing to sweep": (
-        ["sweep", "--names", "l75", "--passes", "backward", "--shapes", "8x64x64"],
+        ["sweep", "--names", "l75", "--passes", "backward", "--shapes", "8x64x256"],
         "has none that is",
     ),
     "unknown GPU": (["show", "--gpu", "GT 710"], "argument --gpu: 'GT 710' is none of NVIDIA A100"),
@@ -387,3 +391,65 @@ def test_a_warning_is_one_line():
     (line,) = process.stderr.splitlines()
     assert line.startswith("python -m autotune_configs show: ~nosuchuser/x is skipped: ")
     assert tables.FOLDER_VARIABLE in line
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "gbk", "ascii:strict"])
+def test_an_output_without_greek_letters(folder, encoding):
+    """A sweep goes on: what the encoding lacks is a question mark."""
+    process = subprocess.run(
+        [sys.executable, "-m", "autotune_configs", *SMALL, "4x32x8,8x32x8", "--quick"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    assert process.stdout.count(b" x heuristic, ") == 2 and b" ?s, of 1 config" in process.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_sweep_that_is_ended(folder, number):
+    """By another process, it shows the cursor again, and how it continues, as after Ctrl-C."""
+    shown, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autotune_configs", *SMALL, "64x512x8"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # else ignored below nohup
+    )
+    os.close(terminal)
+    output = b""
+    with open(shown, "rb", buffering=0) as reader:
+        while b"config" not in output:
+            output += reader.read(1000)
+        process.send_signal(number)
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while more := reader.read(1000):
+                output += more
+    assert process.wait() == 128 + number
+    hides, shows = output.rfind(b"\x1b[?25l"), output.rfind(b"\x1b[?25h")
+    assert 0 <= hides < shows and b"Interrupted. The same command continues from here." in output
+    assert b"Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_so(number):
+    """As by nohup. Afterwards, the handlers are as before."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert run_command(lambda: os.kill(os.getpid(), number) or 5) == 5
+        assert signal.getsignal(number) == signal.SIG_IGN
+        signal.signal(number, signal.SIG_DFL)
+        assert run_command(lambda: os.kill(os.getpid(), number) or 5) == 128 + number
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_command_in_a_thread():
+    """It answers no signals, and runs."""
+    statuses = []
+    thread = threading.Thread(target=lambda: statuses.append(run_command(lambda: 3)))
+    thread.start()
+    thread.join()
+    assert statuses == [3]

@@ -1,6 +1,7 @@
 """``check``: every entry of every table is compiled, and an interruption leaves nothing behind."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -97,6 +98,7 @@ def test_check_is_interrupted(folder, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else ignored in a shell's background job
     )
     assert wait_until(lambda: list((tmp_path / "cache").glob("*/*.cubin")))
     os.killpg(process.pid, signal.SIGINT)
@@ -114,3 +116,21 @@ def group_is_there(group: int) -> bool:
             if int(its_group) == group and state != "Z":
                 return True
     return False
+
+
+@pytest.mark.parametrize("in_a_process", [True, False])
+def test_check_tells_a_fault_of_the_machine(folder, capsys, monkeypatch, in_a_process):
+    """It is no fault of the table."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+
+    def compile(self, launches, all_launches=True, on_compiled=None):
+        if not in_a_process:
+            raise error
+        for launch in launches:
+            on_compiled(launch, error)
+
+    monkeypatch.setattr(cli, "INTERPRETED", False)
+    monkeypatch.setattr(reporting.Precompiler, "compile", compile)
+    tables.store(tables.user_path(GPU), GPU, entry(m=256, n=256, k=256))
+    status, output = run("check", str(tables.user_path(GPU)), capsys=capsys)
+    assert status == 1 and "no fault of" in output and "No space left on device" in output and "1 fault" in output

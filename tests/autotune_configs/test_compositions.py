@@ -34,6 +34,10 @@ NORM = Chain(after=(SILU,))
         ("linear -> softplus(2.0, 20.0) -> add numbers", Chain("linear", (SOFTPLUS, ADD_NUMBER), ""), 1),
         ("linear -> silu -> add earlier 1", Chain("linear", (SILU, ADD.with_operand("earlier 1")), ""), 1),
         ("linear -> group_norm(16) -> row_minimum", CHAINS["l75"].chain, 16),
+        ("linear -> group_norm(8, 1e-05) -> silu", Chain("linear", after=(SILU,)), 8),
+        ("linear -> group_norm(8, 0.0) -> mul -> no add -> silu -> float32", Chain("linear", after=(SILU,)), 8),
+        ("linear -> group_norm(8) -> mul -> add", Chain("linear", after=(MUL, ADD)), 8),
+        ("linear -> clamp(-inf, 1e400) -> softplus(2.0) -> mish()", Chain("linear", (CLAMP, SOFTPLUS, MISH), ""), 1),
         (f"{__name__}:OWN", OWN, 32),
         (f"{__name__}:OWN(4)", OWN, 4),
         (f"{__name__}:ALONE", ALONE, 1),
@@ -65,6 +69,30 @@ def test_a_calls_text():
         ("linear -> (silu)", "is no chain in words: '(silu)'"),
         ("linear -> ", "is no chain in words: ''"),
         ("linear -> group_norm(0)", "must have a positive number of groups, got 0"),
+        *(
+            (f"linear -> group_norm({written})", "must have a positive number of groups, got ")
+            for written in ("inf", "nan", "4.5", "4.0", "-4", "0, 1e-5", "1e1", "", " ", ",4", "four", "9" * 5000)
+        ),
+        *(
+            (f"linear -> group_norm({written})", "takes 1 to 2 numbers")
+            for written in ("4,", "4,,1e-5", "4, 1e-5, 1", "4, many")
+        ),
+        *((f"linear -> group_norm(4, {eps})", "must have an eps") for eps in ("-1e-5", "nan", "inf")),
+        ("conv2d(1, 1) -> group_norm", "must begin with linear"),
+        ("linear -> layer_norm(64)", "'layer_norm(64)' in 'linear -> layer_norm(64)' takes no numbers"),
+        ("linear(3) -> silu", "'linear(3)' in 'linear(3) -> silu' takes no numbers"),
+        ("linear -> mish(2.0)", "takes no numbers"),
+        ("linear -> softplus(1.0, 2.0, 3.0)", "takes 0 to 2 numbers"),
+        ("linear -> elu(large)", "takes a number"),
+        ("linear -> add()", "takes a number"),
+        ("linear -> add tensor(2.0)", "takes no numbers"),
+        ("linear -> group_norm(4) -> row_minimum(2, 3)", "takes a number"),
+        ("linear -> no silu", "'no silu' in 'linear -> no silu' must not be absent"),
+        ("linear -> no group_norm(4)", "must not be absent"),
+        ("no linear -> silu", "must not be absent"),
+        ("linear -> row_minimum -> group_norm(4)", "follows a reduction"),
+        ("linear -> group_norm(4) -> row_minimum -> silu", "follows a reduction"),
+        ("linear -> float32 -> silu", "'float32' in "),
         ("linear -> group_norm(4) -> silu -> row_minimum", "a reduction takes the values of a norm"),
         ("linear -> group_norm -> group_norm", "'group_norm' in "),
         ("no_module:CHAIN", "cannot be imported: No module named 'no_module'"),
@@ -72,6 +100,8 @@ def test_a_calls_text():
         (f"{__name__}:CPU_TABLE", "must be a Chain, got Gpu"),
         (f"{__name__}:NORM", "must begin with linear"),
         ("a:b:c", "is no module:variable"),
+        ("..a:b", "cannot be imported: "),
+        *((f"{__name__}:OWN({number})", "must have a positive number of groups") for number in ("0", "inf", "4.5", "")),
     ],
 )
 def test_what_is_no_composition(text, told, capsys):
@@ -88,6 +118,29 @@ def test_problems():
     with pytest.raises(ValueError, match="^out_features must be a multiple of the 4 groups, got 66$"):
         chain.problems((8, 32, 66), "bfloat16", PASSES)
     assert kernels_of("linear -> silu") == {"linear_silu", "linear_bias"}
+    assert kernels_of("linear -> group_norm(3)") == {"linear_bias", "group_norm", "group_norm_backward"}
+
+
+def test_a_module_that_fails(tmp_path, monkeypatch, capsys):
+    """Whatever it raises is told in one line."""
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    line = refused("show", "--gpu", "h200", "--names", "broken_module:CHAIN", capsys=capsys)
+    assert line.endswith("'broken_module:CHAIN' cannot be imported: division by zero")
+
+
+def test_a_tensor_for_one_row():
+    """To functions that take steps it is a vector there. A chain of a module's is what it says."""
+    for text, kernel in (
+        ("linear -> group_norm(4) -> add tensor", "linear_group_norm_add_vector"),
+        ("linear -> mul tensor -> silu -> group_norm(4)", "linear_mul_vector_silu_group_norm"),
+        (f"{__name__}:OWN(4)", "linear_group_norm_silu_add_tensor"),
+    ):
+        first, *_ = composition(text).problems((1, 32, 64), "bfloat16", PASSES)
+        many, *_ = composition(text).problems((2, 32, 64), "bfloat16", PASSES)
+        assert first.kernel == kernel and "tensor" in many.kernel
+    first, *_ = composition("linear -> silu -> add tensor").problems((1, 32, 1), "bfloat16", PASSES)
+    assert first.kernel == "linear_silu_add_scalar"
 
 
 def test_swept_and_shown(folder, capsys):

@@ -13,7 +13,7 @@ from autotune_configs.kernels import KERNELS
 from autotune_configs.problem import Problem
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, entry, linear_problem
 from triton_kernels.group_norm import GroupNormConfig
-from triton_kernels.image_tiles import ImageNormConfig, layout_of
+from triton_kernels.image_tiles import ImageSumsConfig, layout_of
 from triton_kernels.linear import LinearConfig
 
 NORMALISING = "linear_hardtanh_mish_group_norm"
@@ -88,7 +88,7 @@ def test_what_is_no_size_must_be_the_same(table):
     assert find().entry is None
     assert find(dtype="float16").config == FIRST
     images = 8, 64, 4096, 8
-    table += [entry(ImageNormConfig(8, 64), Problem("image_statistics", "bfloat16", images, None, "contiguous"))]
+    table += [entry(ImageSumsConfig(8, 64), Problem("image_statistics", "bfloat16", images, None, "contiguous"))]
     lookup.forget()
     assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "contiguous"), GPU).entry
     assert lookup.find(Problem("image_statistics", "bfloat16", images, None, "channels_last"), GPU).entry is None

@@ -1,18 +1,31 @@
 """Compiling ahead in worker processes, whatever the compiler does there."""
 
+import errno
 import os
+import signal
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import triton
+from triton.runtime.errors import PTXASError
 
 from autotune_configs import precompile
+from autotune_configs.kernels import kernel_of
 from autotune_configs.precompile import Precompiler
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, linear_problem
+from triton_kernels.linear import linear_kernel
 
-FINE, CRASHES, REFUSED = linear_problem(m=16), linear_problem(m=32), linear_problem(m=64)
+FINE, CRASHES, REFUSED, KILLED = (linear_problem(m=rows) for rows in (16, 32, 64, 128))
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
 def compile_config(problem, config, gpu, all_launches=True):
     """Replaces the compiler."""
     if problem == CRASHES:
         os._exit(1)
+    if problem == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
     return (0, "does not compile") if problem == REFUSED else (8, None)
 
 
@@ -28,3 +41,104 @@ def test_a_compiler_that_crashes(monkeypatch):
     assert found == {launch: expected[launch[0]] for launch in launches} and list(found) == launches
     assert again == {launches[0]: (8, None)}
     assert sorted(compiled, key=str) == sorted(((launch, found[launch][1]) for launch in launches), key=str)
+
+
+def test_a_compiler_that_is_killed(monkeypatch):
+    """As where memory runs out. It is not refused for that, nor is another config."""
+    monkeypatch.setattr(precompile, "compile_config", compile_config)
+    with Precompiler(GPU, 2) as precompiler:
+        found = precompiler.compile([(problem, FIRST) for problem in (FINE, KILLED)])
+        assert found[FINE, FIRST] == (8, None)
+        assert isinstance(found[KILLED, FIRST][1], OSError) and "-9" in str(found[KILLED, FIRST][1])
+        with pytest.raises(OSError, match="ended"):
+            precompiler.refused(KILLED, FIRST, [SECOND])
+
+
+def test_no_process_that_compiles(monkeypatch):
+    monkeypatch.setattr(precompile, "compile_config", compile_config)
+    monkeypatch.setattr(precompile, "_is_loaded", os.abort)
+    with Precompiler(GPU, 1) as precompiler:
+        ((_, fault),) = precompiler.compile([(CRASHES, FIRST)]).values()
+    assert isinstance(fault, OSError) and "no process compiles" in str(fault)
+
+
+def raised(error, within=None):
+    def fail(*arguments):
+        try:
+            if within:
+                raise within
+        finally:
+            raise error
+
+    return fail
+
+
+KILL = subprocess.CalledProcessError(-signal.SIGKILL, ["ptxas"])
+CRASH = subprocess.CalledProcessError(-signal.SIGSEGV, ["ptxas"])
+OF_MACHINE = {
+    "no space": (NO_SPACE, None, "No space left on device"),
+    "no permission": (PermissionError(errno.EACCES, "Permission denied"), None, "Permission denied"),
+    "too many files": (OSError(errno.EMFILE, "Too many open files"), None, "Too many open files"),
+    "memory": (MemoryError(), None, "Cannot allocate memory"),
+    "ptxas cannot write": (PTXASError("Output file 'x' could not be opened"), None, "could not be opened"),
+    "ptxas is killed": (PTXASError("`ptxas` failed with error code -9"), KILL, "-9"),
+    "what ptxas wrote is damaged": (subprocess.CalledProcessError(255, ["cuobjdump"]), None, "cuobjdump"),
+    "PyTorch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), None, "allocate"),
+}
+OF_THE_CONFIG = {
+    "ptxas crashes": (PTXASError("`ptxas` raised SIGSEGV"), CRASH),
+    "not in Triton's language": (triton.CompilationError("", None, "out of bounds"), None),
+    "resources": (triton.OutOfResources(300000, 232448, "shared memory"), None),
+    "anything else": (ValueError("block_n must be a power of 2"), None),
+}
+
+
+@pytest.mark.parametrize("error, within, told", OF_MACHINE.values(), ids=OF_MACHINE)
+def test_faults_of_the_machine(monkeypatch, error, within, told):
+    monkeypatch.setattr(precompile, "compile_launches", raised(error, within))
+    _, fault = precompile.compile_config(FINE, FIRST, GPU)
+    assert isinstance(fault, OSError) and told in str(fault)
+
+
+@pytest.mark.parametrize("error, within", OF_THE_CONFIG.values(), ids=OF_THE_CONFIG)
+def test_faults_of_a_config(monkeypatch, error, within):
+    monkeypatch.setattr(precompile, "compile_launches", raised(error, within))
+    _, fault = precompile.compile_config(FINE, FIRST, GPU)
+    assert isinstance(fault, str) and fault.startswith(f"does not compile: {type(error).__name__}: ")
+
+
+def test_what_the_cache_has_damaged_is_compiled_again(monkeypatch):
+    def compile_launches(launch, architecture):
+        if not triton.knobs.compilation.always_compile:
+            raise KeyError("cubin")
+        return [SimpleNamespace(shared_memory=1, spilled_bytes=4)]
+
+    monkeypatch.setattr(precompile, "compile_launches", compile_launches)
+    with pytest.warns(RuntimeWarning, match="Triton's cache in .* was damaged: linear_bias .* is compiled again"):
+        assert precompile.compile_config(FINE, FIRST, GPU) == (4, None)
+    assert not triton.knobs.compilation.always_compile
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("damage", ["cubin", "empty cubin", "missing cubin", "json", "source"])
+def test_a_damaged_cache(tmp_path, monkeypatch, damage):
+    """The kernel is compiled again, and the cache is whole afterwards."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    problem = linear_problem(m=16, n=64, k=64)
+    config = kernel_of(problem.kernel).heuristic(problem, GPU)
+
+    def compiled():
+        linear_kernel.device_caches.clear()  # as in another process
+        return precompile.compile_config(problem, config, GPU)
+
+    assert compiled() == (0, None)
+    (path,) = (path for path in tmp_path.glob(f"*/*.{damage.split()[-1]}") if not path.name.startswith("__grp__"))
+    before = path.read_bytes()
+    if damage == "missing cubin":
+        path.unlink()
+    else:
+        path.write_bytes({"empty cubin": b"", "source": b"\xff\xfe"}.get(damage, before[: len(before) // 2]))
+    with pytest.warns(RuntimeWarning, match=f"Triton's cache in {tmp_path} was damaged: {problem} is compiled again"):
+        assert compiled() == (0, None)
+    assert len(path.read_bytes()) == len(before)
+    assert compiled() == (0, None)

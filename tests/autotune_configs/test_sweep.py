@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 from dataclasses import dataclass, replace
 
 import pytest
@@ -148,6 +149,83 @@ def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
     (result,) = run(bench)
     assert result.entry is None and "not everything is written" in result.skipped and result.is_red
     assert stored() == {}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EMFILE, "Too many open files"),
+        MemoryError(),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        subprocess.CalledProcessError(1, ["gcc"], stderr="no space"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [HEURISTIC, BEST], ids=["heuristic", "best"])
+def test_a_fault_of_the_machine_is_none_of_a_config(bench, error, config):
+    """Nothing of it is stored, the next problem is swept, and the same command makes up for it."""
+    bench.faults[config], bench.fault_once = error, True
+    first, second = run(bench, [PROBLEM, OTHER])
+    assert first.is_red and not first.is_whole and first.entry is None and isinstance(first.error, OSError)
+    assert first.skipped == f"not stored: {first.error}" and set(stored()) == {OTHER} and not second.is_red
+    (result,) = run(bench)
+    assert GroupNormConfig(**result.entry.config) == BEST and result.is_whole and not result.is_red
+    assert config in {outcome.config for outcome in result.outcomes if outcome.ratio is not None}
+
+
+@pytest.mark.parametrize("all_launches", [False, True], ids=["first", "last"])
+def test_nothing_is_refused_that_the_machine_did_not_compile(bench, all_launches):
+    class Resources:
+        errors = [OSError(errno.ENOSPC, "No space left on device")]
+
+        def refused(self, problem, default, configs, all_launches=all_launches):
+            if self.errors and all_launches is wanted:
+                raise self.errors.pop()
+            return {}
+
+    wanted = all_launches
+    (result,) = run(bench, resources=Resources())
+    assert result.entry is None and result.is_red and "No space left" in result.skipped and stored() == {}
+    (result,) = run(bench, resources=Resources())
+    assert GroupNormConfig(**result.entry.config) == BEST and result.is_whole
+
+
+def test_memory_that_runs_out_in_a_launch_of_training(bench, monkeypatch):
+    def fail(config):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "launch_variants", fail)
+        (result,) = run(bench)
+    assert result.entry is None and result.is_red and stored() == {}
+    (result,) = run(bench)
+    assert GroupNormConfig(**result.entry.config) == BEST
+
+
+def test_a_heuristic_that_fails_is_tried_again(bench):
+    """Whatever was wrong may be right the next time: nothing of it is believed."""
+    bench.faults[HEURISTIC], bench.fault_once = RuntimeError("Failed to find C compiler"), True
+    (result,) = run(bench)
+    assert result.failed and "Failed to find C compiler" in result.skipped and stored() == {}
+    (result,) = run(bench)
+    assert GroupNormConfig(**result.entry.config) == BEST and not result.is_red
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), KeyError("x")])
+def test_a_kernel_that_was_cut_off_is_compiled_again(bench, monkeypatch, error):
+    fault = bench.fault
+
+    def damaged(config):
+        if config == BEST and not sweep.triton.knobs.compilation.always_compile:
+            raise error
+        return fault(config)
+
+    monkeypatch.setattr(bench, "fault", damaged)
+    with pytest.warns(RuntimeWarning, match="Triton's cache in .* was damaged: group_norm bfloat16 1024x8192x32 is"):
+        (result,) = run(bench)
+    assert GroupNormConfig(**result.entry.config) == BEST
 
 
 def test_what_resources_refuse_does_not_run(bench):

@@ -85,6 +85,8 @@ def test_the_owner_ends(tmp_path, number, status):
         start_new_session=True,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job inherits an ignored SIGINT, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     worker = noted(tmp_path / "worker")
     if number == signal.SIGINT:

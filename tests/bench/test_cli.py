@@ -59,7 +59,7 @@ def python(*arguments, check=True):
         (["--rounds", "0"], "--rounds: '0' is not a positive integer"),
         (["--rounds", "2.5"], "--rounds: '2.5' is not a positive integer"),
         (["--warm-up", "3"], "unrecognized arguments: --warm-up 3"),
-        (["l94"], "'l94' is no command: there are captured, first-call, merge, report, tensor-parallel"),
+        (["l94"], "'l94' is no command: there are captured, first-call, merge, models, report, tensor-parallel"),
         (["--grid", "--shapes", "8x64x64"], "--shapes: not allowed with argument --grid"),
         (["--grid", "--chains", "l94,l19"], "--grid: l19 has no grid"),
     ],

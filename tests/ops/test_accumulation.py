@@ -73,11 +73,11 @@ def test_gradients_share_no_memory(chain, problem):
 
 #: Kernels of a backward pass but for products, for each of PROBLEMS.
 LAUNCHES = {
-    L94: (1, 2, 4),
-    L75: (3, 3, 4),
-    L30: (1, 2, 4),
+    L94: (1, 2, 3),
+    L75: (3, 3, 3),
+    L30: (1, 2, 3),
     BIAS_HARDTANH_MISH: (1, 1, 1),
-    **dict.fromkeys(NORMS, (1, 2, 4)),
+    **dict.fromkeys(NORMS, (1, 2, 2)),
 }
 
 

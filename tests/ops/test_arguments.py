@@ -133,10 +133,10 @@ def test_weight_dimensions(chain, shape):
     check_refused(chain, {"weight": torch.ones(shape)}, ValueError, message)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (6, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (0, 0)], ids=str)
 @pytest.mark.parametrize("chain", MULTIPLYING, ids=chain_id)
 def test_empty_weight(chain, shape):
-    message = f"weight must have at least one row and one column, got shape {shape}"
+    message = f"weight must have at least one row, got shape {shape}"
     check_refused(chain, {"weight": torch.ones(shape)}, ValueError, message)
 
 

@@ -21,7 +21,7 @@ def handed(monkeypatch):
     counter.options = []
 
     def compile_graph(module, inputs, options):
-        counter.options.append(options)
+        counter.options.append({name: each for name, each in options.items() if not name.startswith("joint_custom")})
         return counter(module, inputs)
 
     monkeypatch.setattr(torch._inductor, "compile", compile_graph)
@@ -56,10 +56,10 @@ def test_training(handed):
 @pytest.mark.parametrize(
     "layers, chains",
     [
-        ((nn.GroupNorm(4, 8), nn.SiLU(), nn.MaxPool2d(2)), 0),
+        ((nn.GroupNorm(4, 8), nn.SiLU(), nn.MaxPool2d(2)), 1),
         ((nn.LayerNorm(5), nn.Softmax(1)), 0),
-        ((nn.GroupNorm(4, 8), nn.BatchNorm2d(8)), 0),
-        ((nn.Conv2d(8, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)), 0),
+        ((nn.GroupNorm(4, 8), nn.BatchNorm2d(8)), 1),
+        ((nn.Conv2d(8, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)), 1),
         ((nn.Conv3d(2, 2, 1), nn.LayerNorm(5), nn.GELU()), 0),
         ((nn.Softmax(-1), nn.LayerNorm(5), nn.GELU()), 0),
         ((nn.Conv2d(8, 8, 3, groups=8), nn.LayerNorm(3), nn.GELU()), 1),
@@ -73,7 +73,7 @@ def test_training(handed):
 )
 def test_what_inductor_goes_on_with(layers, chains, handed):
     """What it would compute in its kernel for a norm is left to it, with the norm, and not in a graph that runs as it
-    is."""
+    is. Of an image's norm the sums alone are not left to it."""
     layers = nn.Sequential(*layers)
     images = torch.randn(2, 8, 5, 5)
     torch.testing.assert_close(torch.compile(layers.eval(), backend="normfuse")(images), layers(images))

@@ -117,7 +117,7 @@ class TestPairs:
         check_refused(TypeError, message, **{name: value})
         check_refused(TypeError, message, **{name: (1, value)})
 
-    @pytest.mark.parametrize("value", [(), (1,), (1, 1, 1), [1, 1, 1]], ids=repr)
+    @pytest.mark.parametrize("value", [(), [], (1, 1, 1), [1, 1, 1]], ids=repr)
     def test_no_pairs(self, name, value):
         check_refused(ValueError, f"{name} must be an int or a pair of ints, got {value}", **{name: value})
 

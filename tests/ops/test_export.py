@@ -89,17 +89,49 @@ def test_exported_without_gradients(make, sample):
         output.sum().backward()
 
 
-def test_loaded_in_another_process(tmp_path):
-    """Which needs nothing but ``import ops``."""
+@by_module
+def test_decomposed(make, sample):
+    """In PyTorch's operators alone, for batches of any size."""
+    model = make()
+    table = {**torch.export.default_decompositions(), **ops.decompositions()}
+    program = reload(export(model, sample).run_decompositions(table))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert {each.namespace for each in targets if isinstance(each, torch._ops.OpOverload)} == {"aten"}
+    for batch in (4, 9):
+        input = draw(batch, sample)
+        torch.testing.assert_close(program.module()(input), model(input))
+
+
+def test_decomposed_under_autocast():
+    """The result has the dtype that autocast gives the model's."""
+    model = ops.LinearLayerNorm(16, 32, after=(ops.pointwise.gelu(),))
+    with torch.autocast("cpu", torch.bfloat16):
+        program = export(model, (16,))
+        expected = model(draw(4, (16,)))
+    found = program.run_decompositions({**torch.export.default_decompositions(), **ops.decompositions()})
+    with torch.autocast("cpu", torch.bfloat16):
+        result = found.module()(draw(4, (16,)))
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_loaded_in_another_process(decomposed, tmp_path):
+    """Which needs nothing but ``import ops``, and not that where it is decomposed."""
     model = ops.LinearGroupNormHardtanh(16, 32, 4, -2.0, 2.0)
-    torch.export.save(export(model, (16,)), tmp_path / "model.pt2")
+    program = export(model, (16,))
+    if decomposed:
+        program = program.run_decompositions({**torch.export.default_decompositions(), **ops.decompositions()})
+    torch.export.save(program, tmp_path / "model.pt2")
     input = draw(7, (16,))
     torch.save((input, model(input).detach()), tmp_path / "tensors.pt")
-    program = """
-        import sys, torch, ops
+    program = f"""
+        import sys, torch
+        {"" if decomposed else "import ops"}
         loaded = torch.export.load(sys.argv[1]).module()
         input, expected = torch.load(sys.argv[2])
-        assert torch.equal(loaded(input), expected)
+        {"torch.testing.assert_close" if decomposed else "assert torch.equal"}(loaded(input), expected)
+        assert ("ops" in sys.modules) is {not decomposed}
         print("the same")
     """
     result = subprocess.run(

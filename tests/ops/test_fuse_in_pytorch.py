@@ -27,6 +27,7 @@ from tests.ops.fused_models import (
     made,
     run,
 )
+from tests.ops.one_process import WRAPPERS
 
 #: forwards whose GroupNorm takes the second of three dimensions for its channels
 OTHER_INPUTS = [
@@ -214,26 +215,8 @@ def test_functional_call():
         torch.testing.assert_close(mine[name], gradient)
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def distributed_data_parallel(model):
-    return nn.parallel.DistributedDataParallel(model)
-
-
-def fully_sharded(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view tensor")
-@pytest.mark.parametrize("wrap", [distributed_data_parallel, fully_sharded])
+@pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("first", ["fuse", "wrap", "compile"])
 def test_distributed(wrap, first, process_group, monkeypatch, caplog):
     """``fuse`` before and after, and torch.compile's backend, behind which "aot_eager" stands for Inductor."""

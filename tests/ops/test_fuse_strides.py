@@ -98,6 +98,8 @@ def test_strides_of_images_on_a_gpu(shape, kernel, channels, options, input_form
                 setattr(layer, name, nn.Parameter(fake))
         input = torch.empty(shape, dtype=dtype, device="cuda", memory_format=input_format)
         expected = model(input)
-        fuse(model)
+        report = fuse(model, everything=True)
+        model(input)
         result = model(input)
+        assert len(report.chains) == 1
     assert seen_strides(result) == seen_strides(expected)

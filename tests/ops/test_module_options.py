@@ -233,8 +233,9 @@ def test_sizes_and_dtypes_that_do_not_fit(module, given, option, bias, shape, pl
     names = list(inspect.signature(module).parameters)
     valid = dict(zip(names, given, strict=False))
     for name in names[:2]:  # features, or channels
-        for size in (0, -1):
-            with pytest.raises(ValueError, match=f"^{name} must be at least 1, got {size}"):
+        least = 0 if name == "in_features" else 1
+        for size in (least - 1, least - 2):
+            with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got {size}"):
                 module(**{**valid, name: size})
     for dtype in ("float32", torch.int8, torch.complex64):
         with pytest.raises(TypeError, match="^dtype must be float32, bfloat16, float16, float64 or None, got "):

@@ -22,7 +22,7 @@ from tests.chains import (
     with_layout,
 )
 
-FORWARD, BACKWARD = torch.ops.normfuse.forward.default, torch.ops.normfuse.backward.default
+FORWARD, BACKWARD = torch.ops.normfuse.forward, torch.ops.normfuse.backward
 PROBLEM = Problem(rows=3, depth=16, groups=4, group_size=8)
 IMAGES = dataclasses.replace(PROBLEM, rows=2, pixels=(4, 5), kernel=(3, 2), conv_groups=2)
 GEOMETRY = {"stride": (2, 1), "padding": (1, 0), "output_padding": (1, 0), "dilation": (1, 2), "approximate": "tanh"}
@@ -54,7 +54,8 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "normfuse":
-            self.arguments[function] = [each if isinstance(each, (str, bool)) else detached(each) for each in args]
+            given = [each if isinstance(each, (str, bool)) else detached(each) for each in args]
+            self.arguments[function.overloadpacket] = given
         else:
             self.others.add(function.overloadpacket)
         return function(*args, **(kwargs or {}))
@@ -95,17 +96,28 @@ def as_leaves(value):
 
 
 def opcheck(arguments):
-    """With gradients, which checks all that it does without, wherever there are any."""
+    """With gradients, which checks all that it does without, wherever there are any; one result as a tensor too."""
     for operator, given in arguments.items():
+        has_one = len(operator.default(*given)) == 1
         if operator is FORWARD and given[-1]:
             given = as_leaves(list(given))
-        with torch.enable_grad() if operator is FORWARD else contextlib.nullcontext():
-            torch.library.opcheck(operator, tuple(given))
+        for overload in (operator.default, operator.one) if has_one else (operator.default,):
+            with torch.enable_grad() if operator is FORWARD else contextlib.nullcontext():
+                torch.library.opcheck(overload, tuple(given))
 
 
 def test_operators():
     names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    assert {name for namespace, name in names if namespace == "normfuse"} == {"forward", "backward", "chain"}
+    assert {name for namespace, name in names if namespace == "normfuse"} == {
+        "forward",
+        "forward.one",
+        "backward",
+        "backward.one",
+        "chain",
+        "interpolate",
+        "statistics",
+        "sums",
+    }
 
 
 @by_call

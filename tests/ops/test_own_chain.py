@@ -325,7 +325,7 @@ def test_sizes_that_are_no_pairs():
     for _ in range(2):
         own(*tensors, num_groups=2, stride=(1, 1), padding=(0, 0))
         with pytest.raises(ValueError, match="stride must be an int or a pair of ints"):
-            own(*tensors, num_groups=2, stride=(1, 1, 0), padding=(0,))
+            own(*tensors, num_groups=2, stride=(1, 1, 0), padding=(0, 0))
         with pytest.raises(TypeError, match="groups must be an int"):
             own(*tensors, num_groups=2, groups=(1, 1))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import autotune_configs
+from autotune_configs import gpus
 from ops import precision
 
 
@@ -60,8 +61,8 @@ def test_parts_follow_the_setting(setting, parts):
 
 
 def test_small_float32_products_are_cublass(monkeypatch):
-    monkeypatch.setattr(precision, "SHALLOWEST_FLOAT32", 512)
-    monkeypatch.setattr(precision, "FEWEST_FLOAT32_ROWS", 8)
+    monkeypatch.setattr(gpus, "SHALLOWEST_FLOAT32", 512)
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_ROWS", 8)
     assert precision.multiplies_by_cublas(rows_of(8, 511), 64)
     assert precision.multiplies_by_cublas(rows_of(7, 512), 64)
     assert not precision.multiplies_by_cublas(rows_of(8, 512), 64)

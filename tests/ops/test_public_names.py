@@ -62,7 +62,7 @@ def python(code: str, *first_on_path: Path) -> subprocess.CompletedProcess:
 
 def test_names():
     assert ops.__all__ == sorted(ops.__all__)
-    adopting = {"Chain", "ExplainedCall", "ExplainedStep", "Explanation", "LeftStep", "explain"}
+    adopting = {"Chain", "decompositions", "ExplainedCall", "ExplainedStep", "Explanation", "LeftStep", "explain"}
     adopting |= {"FusedChain", "FusionReport", "fuse", "unfuse", "pointwise", "reference", "tensor_parallel"}
     assert set(ops.__all__) == {*FUNCTIONS, *MODULES, *adopting}
 

@@ -210,7 +210,7 @@ def test_dtypes_under_a_gpus_autocast(layers, shape, dtypes):
     found = []
 
     def backend(module, inputs):
-        rewrite(module)
+        rewrite(module, everything=True)
         chains = module.graph.find_nodes(op="call_function", target=torch.ops.normfuse.chain.default)
         found.extend([(each.args[0].split()[0], each.meta["example_value"].dtype) for each in chains])
         (output,) = module.graph.find_nodes(op="output")

@@ -206,7 +206,7 @@ class Results(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
         results = operator(*arguments, **(keywords or {}))
         if operator.namespace == "normfuse":
-            self.sizes += [tensor.numel() for tensor in results]
+            self.sizes += [tensor.numel() for tensor in (results if isinstance(results, list) else [results])]
         return results
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from triton_kernels.chains import GROUP_NORM
+from triton_kernels.chain import Chain
 from triton_kernels.column_sums import add_up, column_sums, empty_partials
 from triton_kernels.image_group_norm import empty_sums
 from triton_kernels.image_tiles import ImageNormConfig
+from triton_kernels.pointwise import ADD
 
 
 def draw(*shape, seed=0):
@@ -23,7 +24,7 @@ def test_partials_are_float32_whatever_the_default():
     vectors = (None, torch.empty(8, dtype=torch.bfloat16))
     torch.set_default_dtype(torch.float64)
     try:
-        images = empty_sums(GROUP_NORM, vectors, torch.empty(3, 8, 5), ImageNormConfig(8, 8))
+        images = empty_sums(Chain("", before=(ADD, ADD)), vectors, torch.empty(3, 8, 5), ImageNormConfig(8, 8))
         partials = [*images, *empty_partials(vectors, 3)]
     finally:
         torch.set_default_dtype(torch.float32)
@@ -61,18 +62,19 @@ def test_partials():
 
 
 def test_partials_of_images():
-    """They are read on the way, so a strip is its sum in float32 alone, and those of the norm are always there."""
+    """Of vectors before the norm. They are read on the way, so a strip is its sum in float32 alone."""
     vectors = [torch.empty(7), None, torch.empty(7, dtype=torch.bfloat16)]
+    chain = Chain("", before=(ADD, ADD))
     for gradients in (vectors[:2], vectors[1:]):
         for samples in (1, 3):
-            sums = empty_sums(GROUP_NORM, gradients, torch.empty(samples, 7, 5), ImageNormConfig(8, 8))
-            assert [each.shape for each in sums] == [(samples, 1, 7)] * 2
-            assert {each.dtype for each in sums} == {torch.float32}
-            shared = [
-                vector is not None and each.data_ptr() == vector.data_ptr()
-                for each, vector in zip(sums, gradients, strict=True)
-            ]
-            assert shared == [samples == 1 and vector is vectors[0] for vector in gradients]
+            sums = empty_sums(chain, [*gradients, None, None], torch.empty(samples, 7, 5), ImageNormConfig(8, 8))
+            expected = [None if each is None else (samples, 1, 7) for each in gradients]
+            found = [None if each is None else each.shape for each in sums[:2]]
+            assert found == expected
+            for each, vector in zip(sums, gradients, strict=False):
+                if each is not None:
+                    assert each.dtype == torch.float32
+                    assert (each.data_ptr() == vector.data_ptr()) == (samples == 1 and vector is vectors[0])
 
 
 def test_no_channels_and_no_chunks():

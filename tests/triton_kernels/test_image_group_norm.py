@@ -7,16 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from tests.images import round_to_tf32
+from triton_kernels import image_statistics as statistics_kernels
 from triton_kernels.chain import Chain
 from triton_kernels.image_group_norm import (
     add_up_sums,
     empty_sums,
     image_group_norm,
     image_group_norm_backward,
-    merges,
 )
-from triton_kernels.image_statistics import PartialStatistics, image_statistics, partial_statistics
-from triton_kernels.image_tiles import ImageNormConfig
+from triton_kernels.image_statistics import PartialStatistics
+from triton_kernels.image_sums import image_sums
+from triton_kernels.image_tiles import ImageNormConfig, ImageSumsConfig
 from triton_kernels.pointwise import (
     GELU,
     GELU_TANH,
@@ -40,6 +41,29 @@ FINALS = {"no final": (), "hardtanh": (HARDTANH,)}
 NORM = Chain()
 GELU_NORM, GELU_NORM_HARDTANH = Chain(before=(GELU,)), Chain(before=(GELU,), after=(HARDTANH,))
 BOUNDS = (-0.75, 1.5)
+
+
+def sums_config(config):
+    """The same tiles, shared by a program for each, by some programs, or one for each unit."""
+    programs = {1: 1000, 2: 24}.get(config.strip, 1)
+    return ImageSumsConfig(config.block_c, config.block_s, programs=programs)
+
+
+def image_statistics(values, num_groups, eps, config, chain, operands, **options):
+    return statistics_kernels.image_statistics(values, num_groups, eps, sums_config(config), chain, operands, **options)
+
+
+def gradients_of(gradient, values, statistics, chain, operands, gradients, config, *, input_gradient, stored=identity):
+    """Both launches of the backward pass, and the sums of what is before the norm."""
+    arguments = statistics, chain, operands
+    means = image_sums(gradient, values, *arguments, gradients, sums_config(config))
+    sums = empty_sums(chain, gradients, values, config)
+    image_group_norm_backward(
+        gradient, values, statistics, means, chain, operands, config,
+        input_gradient=input_gradient, sums=sums, stored=stored,
+    )  # fmt: skip
+    add_up_sums(chain, sums, gradients)
+
 
 by_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
@@ -142,44 +166,11 @@ def test_partial_statistics():
         partials.means[:, tile] = part.mean(2)
         partials.m2s[:, tile] = part.var(2, correction=0) * part.shape[2]
     for num_groups in (1, 3):
-        merged = partials.merge(num_groups, 20, 1e-5)
+        merged = partials.merge(num_groups, 1e-5)
         assert_statistics_match(merged, values.double().view(2 * num_groups, -1))
         torch.testing.assert_close(merged, statistics_of(values, num_groups, 1e-5, CONFIGS[0]))
     one = partials[1:]
-    assert torch.equal(one.merge(3, 20, 1e-5), partials.merge(3, 20, 1e-5).view(2, 2, 3)[:, 1])
-
-
-#: Blocks of channels that divide a group's; partial statistics of one channel, and of several (by one tile of all
-#: pixels). The interpreter has three multiprocessors.
-MERGING = [ImageNormConfig(2, 16, strip=1), ImageNormConfig(1, 8, strip=2), ImageNormConfig(4, 128, strip=1)]
-
-
-@pytest.mark.parametrize("config", MERGING, ids=str)
-def test_statistics_merged_by_the_pass(config):
-    """It writes what a launch of its own would, from several programs in a group and from strips of several tiles."""
-    values = normal(1, 12, 100) + 3
-    chain, operands = GELU_NORM_HARDTANH, operands_of(GELU_NORM_HARDTANH, *normal(2, 12))
-    partials = partial_statistics(values, 3, config, chain, operands)
-    assert partials.fold == (4 if config.block_s == 128 else 1)
-    assert merges(values, 3, ImageNormConfig(config.block_c, 64), partials)
-    expected = partials.merge(3, 100, 1e-5)
-    results = []
-    for options in ({}, {"partials": partials, "eps": 1e-5}):
-        statistics = torch.full_like(expected, torch.nan) if options else expected
-        results.append(torch.full_like(values, torch.nan))
-        image_group_norm(values, statistics, chain, operands, config, output=results[-1], **options)
-    assert torch.equal(statistics, expected)
-    assert torch.equal(*results)
-
-
-def test_what_a_pass_does_not_merge():
-    """Tiles of several groups, more programs than run at once, and many numbers."""
-    values = normal(1, 12, 100)
-    partials = PartialStatistics.empty(1, 4, 12, values.device)
-    assert merges(values, 3, ImageNormConfig(2, 32), partials)
-    assert not merges(values, 3, ImageNormConfig(8, 32), partials)
-    assert not merges(values, 3, ImageNormConfig(2, 8, strip=2), partials)
-    assert not merges(values, 3, ImageNormConfig(2, 32), PartialStatistics.empty(1, 65, 12, values.device))
+    assert torch.equal(one.merge(3, 1e-5), partials.merge(3, 1e-5).view(2, 2, 3)[:, 1])
 
 
 def exact_results(values, gradient, num_groups, weight, bias, function, final):
@@ -217,10 +208,8 @@ def our_results(
     image_group_norm(values, statistics, chain, operands, config, output=output)
     wanted = torch.full((3, C), torch.nan).unbind()
     gradients = (wanted[0], *(None for _ in chain.activation), *wanted[1:], *(None for _ in chain.after))
-    sums = empty_sums(chain, gradients, values, config)
-    options = {"input_gradient": input_gradient, "sums": sums, "stored": stored}
-    image_group_norm_backward(gradient, values, statistics, chain, operands, config, **options)
-    add_up_sums(chain, sums, gradients)
+    options = {"input_gradient": input_gradient, "stored": stored}
+    gradients_of(gradient, values, statistics, chain, operands, gradients, config, **options)
     return output, input_gradient, *wanted
 
 
@@ -314,22 +303,25 @@ def test_without_vectors(absent):
 
 
 def test_some_samples_at_a_time():
-    """Slices of the statistics and of the sums of all samples: the same bits as all at once."""
+    """Slices of the statistics, of the means and of the sums of all samples: the same bits as all at once."""
     values, gradient, num_groups, weight, bias = problem((5, 3, 5, 33))
     config, (B, C, S) = CONFIGS[1], values.shape
     chain = Chain("conv_transpose2d", before=(GELU,))
     operands = operands_of(chain, weight, bias, None)
     statistics = image_statistics(values, num_groups, 1e-5, config, chain, operands)
+    none = [None] * len(operands)
+    means = image_sums(gradient, values, statistics, chain, operands, none, sums_config(config))
 
     def results(spans):
         output, input_gradient = torch.full((2, B, C, S), torch.nan)
-        sums = [torch.full((B, config.strips(S), C), torch.nan) if step.has_tensor else None for step in chain.steps]
+        sums = [torch.full((B, config.strips(S), C), torch.nan), None]
         for span in spans:
-            arguments = (statistics.view(2, B, num_groups)[:, span].flatten(1), chain, operands, config)
-            image_group_norm(values[span], *arguments, output=output[span])
+            of_groups = [each.view(2, B, num_groups)[:, span].flatten(1) for each in (statistics, means)]
+            arguments = (chain, operands, config)
+            image_group_norm(values[span], of_groups[0], *arguments, output=output[span])
             of_span = [None if each is None else each[span] for each in sums]
             options = {"input_gradient": input_gradient[span], "sums": of_span}
-            image_group_norm_backward(gradient[span], values[span], *arguments, **options)
+            image_group_norm_backward(gradient[span], values[span], *of_groups, *arguments, **options)
         return output, input_gradient, *(each for each in sums if each is not None)
 
     at_once = results([slice(0, B)])
@@ -370,10 +362,7 @@ def test_nothing_to_do(shape):
     assert statistics.shape == (2, 3 * shape[0])
     image_group_norm(empty, statistics, NORM, (None, None), CONFIGS[0], output=empty)
     gradients = torch.full((2, 6), torch.nan).unbind()
-    sums = empty_sums(NORM, gradients, empty, CONFIGS[0])
-    options = {"input_gradient": empty, "sums": sums}
-    image_group_norm_backward(empty, empty, statistics, NORM, (None, None), CONFIGS[0], **options)
-    add_up_sums(NORM, sums, gradients)
+    gradients_of(empty, empty, statistics, NORM, (None, None), gradients, CONFIGS[0], input_gradient=empty)
     for gradient in gradients:
         assert torch.equal(gradient, torch.zeros(6))
 

@@ -7,14 +7,15 @@ from tests.triton_kernels.test_image_group_norm import (
     BOUNDS,
     CONFIGS,
     FORMATS,
+    gradients_of,
+    image_statistics,
     in_format,
     normal,
     our_results,
     problem,
 )
 from triton_kernels.chain import Chain
-from triton_kernels.image_group_norm import add_up_sums, empty_sums, image_group_norm, image_group_norm_backward
-from triton_kernels.image_statistics import image_statistics
+from triton_kernels.image_group_norm import image_group_norm
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.pointwise import (
     ADD,
@@ -62,10 +63,7 @@ def our_chain(chain, values, operands, num_groups, gradient, config, wanted=None
         else None
         for i, (step, each) in enumerate(zip(chain.steps, operands, strict=True))
     ]
-    sums = empty_sums(chain, gradients, values, config)
-    options = {"input_gradient": input_gradient, "sums": sums}
-    image_group_norm_backward(gradient, values, statistics, chain, operands, config, **options)
-    add_up_sums(chain, sums, gradients)
+    gradients_of(gradient, values, statistics, chain, operands, gradients, config, input_gradient=input_gradient)
     return output, input_gradient, *(each for each in gradients if each is not None)
 
 

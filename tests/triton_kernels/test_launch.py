@@ -35,7 +35,7 @@ def launched_names():
     for path in SOURCES:
         tree = ast.parse(path.read_text())
         for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("launch", "launch_tiles"):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("launch", "launch_tiles", "launch_parts"):
                 yield path, ast.unparse(call.args[0])
 
 
@@ -51,7 +51,7 @@ def test_every_kernel_waits_before_all_else():
     kernels = {(path, name) for path, name in functions if name.endswith("_kernel")} | {
         place for place in launched if place in functions
     }
-    # ``linear`` chooses between two, and ``launch_tiles`` is handed any.
+    # ``linear`` chooses between two, and ``launch_tiles`` and ``launch_parts`` are handed any.
     choosing = {(SOURCES[0].parent / name, "kernel") for name in ("linear.py", "image_tiles.py")}
     assert {place for place in launched if place not in functions} == choosing
     assert [place for place in kernels if not waits_first(functions[place])] == []

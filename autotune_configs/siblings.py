@@ -1,0 +1,39 @@
+"""Tell this project's packages from other projects' packages of the same names, without importing them."""
+
+import importlib.util
+import sys
+
+
+def complaint(*names: str) -> str | None:
+    """What is wrong where one of these packages would be imported from elsewhere, or without its sources, or None.
+
+    Each package of this project says in its code of which distribution it is. That code may be a file, compiled, or in
+    an archive. A package that another one was installed over does not say it.
+    """
+    for name in names:
+        found = foreign(name)
+        if found is not None:
+            return (
+                f"needs the package {name!r} of the normfuse distribution, but found {found}, which is another "
+                "project's; install normfuse in an environment of its own"
+            )
+        spec = importlib.util.find_spec(name)
+        if name == "triton_kernels" and spec and spec.loader.get_source(name) is None:  # type: ignore[union-attr]
+            return f"needs the sources of {name}, which Triton compiles; {spec.origin} has none"
+    return None
+
+
+def foreign(name: str) -> str | None:
+    """What would be imported in the place of this project's package, or None where that is it."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that was made, not imported
+        return repr(sys.modules[name])
+    if spec is None:
+        return "none"
+    try:
+        code = spec.loader.get_code(name)  # type: ignore[union-attr]
+        is_own = "__distribution__" in code.co_names and "normfuse" in code.co_consts
+    except (AttributeError, ImportError, OSError, SyntaxError, ValueError):  # no loader, no code
+        is_own = False
+    return None if is_own else str(spec.origin or list(spec.submodule_search_locations or []))

@@ -1,0 +1,101 @@
+"""Direct calls: graphs that Inductor compiled run a plan's own function, without PyTorch's dispatcher and a lookup.
+
+Such a graph's tensors lie in memory as they did when it was compiled, so a plan that was found once is the plan of all
+its calls. Where a size is open, or an address may have any alignment, the plan is looked up in each call.
+
+Inductor asks a registry how an operator's call is written. Where that is gone, graphs call the operators.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import torch
+
+from ops.plan import Plan
+
+#: What finds the plan of a call of an operator, by the operator's name. It takes the operator's arguments. The plan
+#: takes the tensors among them in a row.
+PLANS: dict[str, Callable[..., Plan]] = {}
+
+_REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
+
+
+class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
+    """By the words that a graph has for a call: a function of its tensors in a row."""
+
+    def __missing__(self, words: str) -> Callable[..., list[torch.Tensor]]:
+        name, arguments, layouts = ast.literal_eval(words)
+
+        def look_up(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            plan = PLANS[name](*_filled(arguments, iter(tensors)))
+            if layouts:
+                self[words] = plan.function
+            return plan.run(tensors)
+
+        self[words] = look_up
+        return look_up
+
+
+calls = _Calls()
+
+
+def tensors_in(arguments: Any) -> list[Any]:
+    """The tensors among an operator's arguments, or what stands for them, in a row."""
+    rows = [each if isinstance(each, (list, tuple)) else [each] for each in arguments]
+    return [each for row in rows for each in row if not isinstance(each, (str, bool))]
+
+
+def _filled(arguments: Any, tensors: Iterator[torch.Tensor]) -> list[Any]:
+    """An operator's arguments, of which the tensors were left out."""
+    return [
+        next(tensors) if each is None else _filled(each, tensors) if isinstance(each, list) else each
+        for each in arguments
+    ]
+
+
+def register() -> None:
+    """Let Inductor, once it is loaded, write the calls of the operators in ``PLANS``."""
+    registry = sys.modules.get(_REGISTRY)
+    if registry is not None:
+        for name in PLANS:
+            custom = registry.CustomCodegen(python=_write)
+            registry.CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(f"torch.ops.normfuse.{name}", custom)
+
+
+def reset() -> None:
+    """Forget what compiled graphs hold on to: the functions that they call, and CUDA graphs with their memory."""
+    calls.clear()
+    if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
+        trees.reset_cudagraph_trees()
+
+
+def _write(node: Any, writeline: Callable[[str], None]) -> None:
+    """Write a call of one of the operators, a ``FallbackKernel`` of Inductor's."""
+    from torch._inductor.virtualized import V
+
+    arguments, _ = node.unflatten_args(node.inputs, node.constant_args)
+    tensors = tensors_in(arguments)
+    # fmt: off
+    without_tensors = [
+        [None] * len(each) if isinstance(each, (list, tuple)) else each if isinstance(each, (str, bool)) else None
+        for each in arguments
+    ]
+    # fmt: on
+    words = repr((node.op_overload.__name__, without_tensors, _layouts(tensors, V.graph.unaligned_buffers)))
+    V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
+    given = ", ".join([each.codegen_reference() for each in tensors])
+    is_list = isinstance(node.op_overload._schema.returns[0].type, torch.ListType)
+    writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
+
+
+def _layouts(tensors: list[Any], unaligned: Container[str]) -> str:
+    """How Inductor's tensors lie in memory, where that is the same in all calls; "" where it is not."""
+    words = []
+    for each in tensors:
+        sizes = [*each.get_size(), *each.get_stride(), each.get_layout().offset]
+        if each.get_name() in unaligned or not all(isinstance(size, int) or size.is_number for size in sizes):
+            return ""
+        words.append(f"{each.get_dtype()}{sizes}")
+    return f"{tensors[0].get_device()}: {', '.join(words)}"

@@ -1,0 +1,206 @@
+"""Promise: graphs that Inductor compiles call the plans' own functions, and no call gets a plan that is not its own."""
+
+import sys
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code, tensor_is_aligned
+
+import ops
+from ops import inductor
+from tests.ops.programs import run
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.fixture(autouse=True)
+def aligned(monkeypatch):
+    """On the CPU Inductor takes no address for aligned. On a GPU it copies inputs that are not."""
+    import torch._inductor.graph
+
+    monkeypatch.setattr(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned)
+    inductor.calls.clear()
+    with fresh_inductor_cache():
+        yield
+
+
+def head(input, weight):
+    return ops.linear(input, weight, after=(ops.pointwise.silu(),))
+
+
+def norm(input, weight):
+    return ops.linear_group_norm(input, weight, None, 4, after=(ops.pointwise.silu(),))
+
+
+def draw(rows=8):
+    torch.manual_seed(rows)
+    return torch.randn(rows, 16), torch.randn(32, 16)
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="normfuse", fullgraph=True, **options)
+
+
+def calls_in(code):
+    assert "torch.ops.normfuse." not in "".join(code).replace("'torch.ops.normfuse.", "'")  # but in asserts' messages
+    return [line for each in code for line in each.splitlines() if "normfuse.calls[" in line]
+
+
+@pytest.mark.parametrize("function", [head, norm])
+def test_direct(function):
+    """The second call does not look for a plan."""
+    input, weight = draw()
+    graph = compiled(function)
+    result, code = run_and_get_code(graph, input, weight)
+    assert torch.equal(result, function(input, weight))
+    (line,) = calls_in(code)
+    assert "'cpu: torch.float32[8, 16, 16, 1, 0], torch.float32[32, 16, 16, 1, 0]'" in line.replace("\\", "")
+    (call,) = inductor.calls.values()
+    assert call.__name__ == "run", "the plan's function"
+    assert torch.equal(graph(-input, weight), function(-input, weight))
+
+
+@pytest.mark.parametrize("function", [head, norm])
+@pytest.mark.parametrize("wanted", [(True, True), (False, True)], ids=["two gradients", "one"])
+def test_training(function, wanted):
+    leaves = [each.requires_grad_(is_wanted) for each, is_wanted in zip(draw(), wanted, strict=True)]
+    needed = [each for each in leaves if each.requires_grad]
+    graph = compiled(function)
+    gradient = torch.randn(8, 32)
+
+    def step(function):
+        result = function(*leaves)
+        return result.detach(), *torch.autograd.grad(result, needed, gradient)
+
+    results, code = run_and_get_code(step, graph)
+    assert ["backward" in line for line in calls_in(code)] == [False, True]
+    expected = step(function)
+    for found in results, step(graph):
+        for each, other in zip(found, expected, strict=True):
+            assert torch.equal(each, other)
+    assert [call.__name__ for call in inductor.calls.values()] == ["run", "run"]
+
+
+def test_equal_calls_share_a_plan(made):
+    input, weight = torch.randn(8, 16), torch.randn(16, 16)
+    result, code = run_and_get_code(compiled(lambda input, weight: head(head(input, weight), weight)), input, weight)
+    assert len(calls_in(code)) == 2 and len(inductor.calls) == len(made) == 1
+    assert torch.equal(result, head(head(input, weight), weight))
+
+
+def test_open_sizes():
+    """Each size has its own plan."""
+    graph = compiled(norm, dynamic=True)
+    for rows in 8, 5, 70:
+        input, weight = draw(rows)
+        result, code = run_and_get_code(graph, input, weight)
+        assert torch.equal(result, norm(input, weight))
+        assert not code or "''" in calls_in(code)[0].replace("\\", "")
+    assert [call.__name__ for call in inductor.calls.values()] == ["look_up"]
+
+
+def test_an_odd_address():
+    """An input that is not aligned as others is looked up in each call."""
+    memory, weight = torch.randn(8 * 16 + 4), draw()[1]
+    inputs = [memory[first : first + 128].view(8, 16) for first in (1, 4)]
+    graph = compiled(norm)
+    for input in inputs:
+        torch._dynamo.mark_static(input)
+        assert torch.equal(graph(input, weight), norm(input, weight))
+    assert {call.__name__ for call in inductor.calls.values()} == {"look_up"}
+
+
+def test_a_part_of_a_tensor():
+    """Its place in memory is in the words."""
+    input, weight = torch.randn(9, 16), draw()[1]
+    function = lambda input, weight: norm(input[1:], weight) + norm(input[:8], weight)  # noqa: E731
+    result, code = run_and_get_code(compiled(function), input, weight)
+    assert torch.equal(result, function(input, weight))
+    assert ["16]" in line for line in calls_in(code)] in ([True, False], [False, True])
+
+
+def test_under_plain_inductor():
+    input, weight = draw()
+    result, code = run_and_get_code(torch.compile(norm, fullgraph=True), input, weight)
+    assert torch.equal(result, norm(input, weight)) and len(calls_in(code)) == 1
+
+
+def test_without_the_registry(monkeypatch):
+    """In a version of PyTorch without it graphs call the operators."""
+    import torch._inductor.codegen.custom_extern_kernel_codegen as registry
+
+    for name in [each for each in registry.CUSTOM_EXTERN_KERNEL_CODEGEN if "normfuse" in each]:
+        monkeypatch.delitem(registry.CUSTOM_EXTERN_KERNEL_CODEGEN, name)
+    monkeypatch.delitem(sys.modules, registry.__name__)
+    input, weight = draw()
+    result, code = run_and_get_code(compiled(norm), input, weight)
+    assert torch.equal(result, norm(input, weight)) and not inductor.calls
+    assert any("= torch.ops.normfuse.forward.one(" in each for each in code)
+
+
+def test_reset(monkeypatch):
+    """CUDA graphs are forgotten with the compiled graphs that they are of."""
+    from torch._inductor import cudagraph_trees
+
+    done = []
+    monkeypatch.setattr(cudagraph_trees, "reset_cudagraph_trees", lambda: done.append(True))
+    input, weight = draw()
+    compiled(norm)(input, weight)
+    assert inductor.calls
+    torch._dynamo.reset()
+    assert done and not inductor.calls
+
+
+PROGRAM = """
+import torch, ops
+import torch._inductor.graph
+from torch._dynamo.utils import counters
+from ops import inductor
+
+torch._inductor.graph.should_assume_input_aligned = lambda tensor: True
+layer = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GroupNorm(4, 32), torch.nn.SiLU())
+input = torch.randn(8, 16)
+graph = torch.compile(layer, backend="normfuse")
+for _ in range(2):
+    torch.testing.assert_close(graph(input), layer(input))
+graph(input).sum().backward()
+hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+print(*hits, *[call.__name__ for call in inductor.calls.values()])
+"""
+
+
+def test_a_graph_from_the_cache(tmp_path):
+    """The second process compiles nothing, and calls plans of its own."""
+    assert [run(tmp_path, PROGRAM) for _ in range(2)] == [["0 0 run run"], ["1 2 run run"]]
+
+
+CPP = """
+import sys
+import torch, ops
+from torch.nn.functional import silu
+
+def functions(x, w):
+    # Of the second, nothing is kept.
+    return ops.linear_group_norm(x, w, None, 4, after=(ops.pointwise.silu(),)), ops.bias_hardtanh_mish(x) @ w.t()
+
+def norms(x, w):
+    # The second is open: its statistics, and the sums of its gradients, are operators of a result each.
+    return silu(norm(x @ w.t())) + 1.0, silu(norm(images * w.sum(1)[:, None, None]))
+
+torch.manual_seed(0)
+leaves = x, w = torch.randn(8, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
+norm, images = torch.nn.GroupNorm(4, 32), torch.randn(2, 32, 5, 5)
+function = {"inductor": functions, "normfuse": norms}[sys.argv[1]]
+graph = torch.compile(function, backend=sys.argv[1], options={"cpp_wrapper": True})
+with torch.no_grad():
+    torch.testing.assert_close(graph(x, w), function(x, w))
+sums = [sum(part.square().sum() for part in each(x, w)) for each in (graph, function)]
+torch.testing.assert_close(*[torch.autograd.grad(each, leaves) for each in sums])
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("backend", ["inductor", "normfuse"])
+def test_cpp_wrapper(backend, tmp_path):
+    """Calls with a single result, in inference, forward and backward."""
+    assert run(tmp_path, CPP, backend) == ["the same"]
