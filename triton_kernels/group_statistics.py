@@ -17,9 +17,8 @@ def reciprocal_root(value):
         return tl.inline_asm_elementwise(
             "rsqrt.approx.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
         )
-    is_small = value < 2.0**-100
-    root = tl.rsqrt(tl.where(is_small, value * 2.0**48, value))
-    return tl.where(is_small, root * 2.0**24, root)
+    scale = tl.where(value < 2.0**-100, 2.0**24, 1.0)
+    return tl.rsqrt(value * scale * scale) * scale
 
 
 @triton.jit
