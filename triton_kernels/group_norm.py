@@ -195,7 +195,7 @@ def group_norm_backward_kernel(
             normalized, rstd = normalize_groups(y, None if BLOCK_GROUP == GROUP_SIZE else real, eps, GROUP_SIZE)
             dx, of_last = steps_gradient(dy, normalized, loaded, CHAIN, CHAIN.norm_place, len(CHAIN.steps))
             if BLOCK_GROUP != GROUP_SIZE:  # in the padding a gradient may be NaN, as that of 0 / 0
-                dx = tl.where(real, dx, 0.0)
+                dx = tl.where(inside, dx, 0.0)
             mean = tl.expand_dims(tl.sum(dx, 2) / GROUP_SIZE, 2)
             projection = tl.expand_dims(tl.sum(dx * normalized, 2) / GROUP_SIZE, 2)
             dy = tl.expand_dims(rstd, 2) * (dx - mean - normalized * projection)

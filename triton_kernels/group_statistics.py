@@ -18,7 +18,7 @@ def reciprocal_root(value):
             "rsqrt.approx.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
         )
     scale = tl.where(value < 2.0**-100, 2.0**24, 1.0)
-    return tl.rsqrt(value * (scale * scale)) * scale
+    return tl.rsqrt(value * scale * scale) * scale
 
 
 @triton.jit
