@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,23 +22,27 @@ from triton_kernels.device import SHARED_MEMORY
 
 @dataclass(frozen=True)
 class CompiledLaunch:
-    """One compiled kernel: resources per thread (registers, spilled bytes) and per block (shared memory).
-
-    ``spills_in_loops``: whether a loop stores or loads what is spilled. (Across a loop the assembler may put a value
-    aside, so that one more block fits a multiprocessor.)
-    """
+    """One compiled kernel: resources per thread (registers, spilled bytes) and per block (shared memory)."""
 
     name: str
     registers: int
     spilled_bytes: int
-    spills_in_loops: bool
     shared_memory: int
-    ptx: str
     arch: int
+    ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
 
     @property
     def fits(self) -> bool:
         return self.shared_memory <= SHARED_MEMORY[self.arch]
+
+    @property
+    def spills_in_loops(self) -> bool:
+        """Whether a loop stores or loads what is spilled: seconds, to read a large kernel's instructions.
+
+        Across a loop the assembler may put a value aside, so that one more block fits a multiprocessor.
+        """
+        return self.spilled_bytes > 0 and spills_in_loops(_dump(self.cubin, "--dump-sass"))
 
 
 def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLaunch]:
@@ -93,19 +97,18 @@ def _driver(arch: int) -> SimpleNamespace:
 
 def _resources(kernel, arch: int) -> CompiledLaunch:
     """Registers and spills as the tools that ship with triton report them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-
-        def dump(what: str) -> str:
-            command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-        report = dump("--dump-resource-usage")
-        registers, stack = (int(re.findall(rf"{field}:(\d+)", report)[0]) for field in ("REG", "STACK"))
-        in_loops = stack > 0 and spills_in_loops(dump("--dump-sass"))
+    report = _dump(kernel.asm["cubin"], "--dump-resource-usage")
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", report)[0]) for name in ("REG", "STACK"))
     shared = kernel.metadata.shared
-    return CompiledLaunch(kernel.metadata.name, registers, stack, in_loops, shared, kernel.asm["ptx"], arch)
+    return CompiledLaunch(kernel.metadata.name, registers, stack, shared, arch, kernel.asm["ptx"], kernel.asm["cubin"])
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def spills_in_loops(sass: str) -> bool:
