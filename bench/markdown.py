@@ -112,7 +112,8 @@ def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, dra
     """The whole page, to lie at ``page``, with the pictures of these names in the folder ``pictures``."""
     folder = Path(os.path.relpath(pictures, page.parent)).as_posix()
     drawn = set(drawn)
-    parts = [_INTRODUCTION, *(part for results in devices for part in _device(results, folder, drawn))]
+    measured = [results for results in devices if results.times or results.first_call]
+    parts = [_INTRODUCTION, *(part for results in measured for part in _device(results, folder, drawn))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -420,8 +421,8 @@ def _rounds(rows: Iterable[Any]) -> str:
 #: Rows of README's table: the model, and what ``Row.layout`` says.
 _MAIN_MODELS = (
     ("resnet50_gn", "autocast channels_last"),
-    ("segresnet", "autocast channels_last"),
-    ("stable_diffusion_unet", "bfloat16 channels_last"),
+    ("segresnet", "autocast contiguous"),
+    ("vae_decoder_512", "bfloat16 channels_last"),
 )
 _MODEL: Column = ("model", attrgetter("chain"))
 
@@ -432,8 +433,9 @@ def _of_row(column: Column) -> Column:
     return name, lambda line: read(line.row)
 
 
-def _ways_table(columns: Iterable[Column], results: DeviceResults, note: str = "") -> str:
-    lines = [line for row in results.models for line in row.lines]
+def _ways_table(columns: Collection[Column], results: DeviceResults, note: str = "") -> str:
+    """Of the ways of which something is known."""
+    lines = [line for row in results.models for line in row.lines if any(read(line) for _, read in columns)]
     names: list[Column] = [*map(_of_row, (_MODEL, DTYPE, MODE, SHAPE)), ("way", attrgetter("name"))]
     return _with_note([*names, *columns], lines, f"{_times_setup(results, results.models)}{note}")
 
@@ -455,14 +457,14 @@ def _main_models(results: DeviceResults) -> str:
     """The backend beside Inductor."""
 
     def over(column: str, one: str, other: str, read: Callable[[Any], float | None]) -> Column:
-        def ratio(row: ModelRow) -> str:
+        def ratio(row: ModelRow) -> str | None:
             ours, theirs = read(row.way(one)), read(row.way(other))
-            return _ratio(ours / theirs if ours and theirs else None)
+            return _ratio(ours / theirs) if ours and theirs else None
 
         return column, ratio
 
     def timed(column: str, one: str, other: str, place: int) -> Column:
-        return column, lambda row: _ratio(row.way(one).over.get(other, (None, None))[place])
+        return column, lambda row: _ratio(ratios[place]) if (ratios := row.way(one).over.get(other)) else None
 
     rows = [row for row in results.models if (row.chain, row.layout) in _MAIN_MODELS and row.way("normfuse").us]
     rows.sort(key=lambda row: _MAIN_MODELS.index((row.chain, row.layout)))
