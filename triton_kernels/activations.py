@@ -26,6 +26,10 @@ from triton_kernels.pointwise import (
     reciprocal,
     rounded_product,
 )
+from triton_kernels.versions import VERSION
+
+#: Beside ``reciprocal``, Triton 3.9 keeps half of a tile's values on the stack in ``softplus``; not beside a division.
+_DIVIDES = tl.constexpr(VERSION >= (3, 9))
 
 
 @triton.jit
@@ -260,7 +264,7 @@ def softplus(value, numbers):
     beta, threshold = numbers
     scaled = value * beta
     e = decay(tl.abs(scaled))
-    w = e * reciprocal(2.0 + e)
+    w = e / (2.0 + e) if _DIVIDES else e * reciprocal(2.0 + e)
     ratio = polynomial(w * w, (
         0.1400599479675293, 0.14000901579856873, 0.2001076340675354, 0.3333320915699005,
     ))  # fmt: skip

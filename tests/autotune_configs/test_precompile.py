@@ -1,5 +1,6 @@
 """Compiling ahead in worker processes, whatever the compiler does there."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -15,6 +16,7 @@ from autotune_configs.kernels import kernel_of
 from autotune_configs.precompile import Precompiler
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, linear_problem
 from triton_kernels.linear import linear_kernel
+from triton_kernels.versions import VERSION
 
 FINE, CRASHES, REFUSED, KILLED = (linear_problem(m=rows) for rows in (16, 32, 64, 128))
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -138,7 +140,9 @@ def test_a_damaged_cache(tmp_path, monkeypatch, damage):
         path.unlink()
     else:
         path.write_bytes({"empty cubin": b"", "source": b"\xff\xfe"}.get(damage, before[: len(before) // 2]))
-    with pytest.warns(RuntimeWarning, match=f"Triton's cache in {tmp_path} was damaged: {problem} is compiled again"):
+    warning = f"Triton's cache in {tmp_path} was damaged: {problem} is compiled again"
+    triton_notices = damage == "missing cubin" and VERSION >= (3, 9)  # and compiles again by itself
+    with contextlib.nullcontext() if triton_notices else pytest.warns(RuntimeWarning, match=warning):
         assert compiled() == (0, None)
     assert len(path.read_bytes()) == len(before)
     assert compiled() == (0, None)
