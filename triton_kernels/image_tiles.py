@@ -186,7 +186,10 @@ def part_of_program(
 @triton.jit
 def channels_of_block(first, block, channels, UNIT: tl.constexpr, BLOCK_C: tl.constexpr):
     """The channels [BLOCK_C] of a block of the unit of UNIT channels from ``first`` on, and which of them are real."""
-    place = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    width = BLOCK_C
+    if UNIT >= 2**31:  # which no int32 holds
+        width = tl.full((), BLOCK_C, tl.int64)
+    place = block * width + tl.arange(0, BLOCK_C)
     return first + place, (place < UNIT) & (first + place < channels)
 
 
