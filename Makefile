@@ -2,6 +2,7 @@
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
+#   TRITONS      of make matrix, e.g. TRITONS=3.9.0
 #   SEED         of make exhaustive's random compositions and programs (default: the time)
 #   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
