@@ -2,7 +2,7 @@
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
-#   TRITONS      of make matrix, e.g. TRITONS=3.9.0
+#   TRITONS      of make matrix and versions, e.g. TRITONS=3.9.0
 #   SEED         of make exhaustive's random compositions and programs (default: the time)
 #   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
@@ -26,7 +26,7 @@ LOWEST := torch==2.11.0 triton==3.6.0 numpy==1.26.0 rich==12.2.0 platformdirs==2
 OLDEST_PYTHON ?= $(shell python3.10 -c "import sys; print(sys.executable)" 2>/dev/null || echo $(PYTHON))
 LOWEST_TESTS := $(MATRIX_TESTS) tests/autotune_configs tests/ops/test_modules.py
 
-.PHONY: test run-tests exhaustive matrix lowest newest mutants bench lint docs report clean
+.PHONY: test run-tests exhaustive matrix versions lowest newest mutants bench lint docs report clean
 
 test: lint docs run-tests
 
@@ -48,9 +48,12 @@ exhaustive: $(INSTALLED)
 		--junitxml=build/exhaustive-$(SEED).xml tests/ops/test_family_steps.py tests/ops/test_random_models.py tests/ops/test_random_modules.py \
 		$(PYTEST_ARGS)
 
-# Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4. With
-# the environment's Triton, what run-tests leaves: further architectures.
-matrix: $(INSTALLED)
+# With the environment's Triton, what run-tests leaves: further architectures.
+matrix: versions
+	$(PARALLEL) -m further
+
+# Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4.
+versions: $(INSTALLED)
 	@set -e; for triton in $(TRITONS); do \
 		folder=$(ENVIRONMENT)/tritons/$$triton; \
 		case $$triton in 3.6.*) numpy="numpy<2.4";; *) numpy=;; esac; \
@@ -60,7 +63,6 @@ matrix: $(INSTALLED)
 		PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(MATRIX_TESTS); \
 		PYTHONPATH=$$folder $(PARALLEL) -m offline; \
 	done
-	$(PARALLEL) -m further
 
 # The declared lowest versions, with Python 3.10 where there is one.
 lowest: .venv-lowest/installed
