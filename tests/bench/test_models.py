@@ -226,6 +226,18 @@ def test_listening():
     assert [text.partition(" ")[0] for text in taken.open_norms] == ["add"] and not taken.chains
 
 
+def fail_in(failing, monkeypatch):
+    """No model can be made ready for this way."""
+    prepare = model_figures.prepare
+
+    def prepare_or_fail(way, model, device):
+        if way == failing:
+            raise ValueError("no\nmore")
+        return prepare(way, model, device)
+
+    monkeypatch.setattr(model_figures, "prepare", prepare_or_fail)
+
+
 def test_times(monkeypatch):
     """Ratios are of the same round, and of a way that fails the others do not know."""
     on_device = {"inductor": [10.0, 20.0, 40.0], "normfuse": [11.0, 20.0, 36.0]}
@@ -238,14 +250,7 @@ def test_times(monkeypatch):
     monkeypatch.setattr(model_figures, "time_loops", lambda steps, synchronize: ({}, {way: wall[way] for way in steps}))
     monkeypatch.setattr(model_figures, "_profile", lambda step: [("nvjet", 2.0)])
     monkeypatch.setattr(model_figures, "_COPIED", 1 << 20)
-    prepared = model_figures.prepare
-
-    def prepare(way, model, device):
-        if way == "fuse":
-            raise ValueError("no\nmore")
-        return prepared(way, model, device)
-
-    monkeypatch.setattr(model_figures, "prepare", prepare)
+    fail_in("fuse", monkeypatch)
     at = cell("autocast")
     with without_cpp_compiler():
         found = json.loads(json.dumps(times(at, ["fuse", "inductor", "normfuse"], 3)))
@@ -268,14 +273,7 @@ def test_times(monkeypatch):
 
 def test_command(tmp_path, capsys, monkeypatch):
     """Without a GPU tiny models run, and their errors are shown. A way that fails leaves the others."""
-    step = model_figures.prepare
-
-    def prepare(way, model, device):
-        if way == "inductor":
-            raise ValueError("no\nmore")
-        return step(way, model, device)
-
-    monkeypatch.setattr(model_figures, "prepare", prepare)
+    fail_in("inductor", monkeypatch)
     path = tmp_path / "rows.jsonl"
     some = ["--models", "small", "--settings", "inference", "--ways", "eager,inductor,normfuse,inductor-graphs"]
     assert main(["models", "--tiny", *some, "--output", str(path)]) == 1
