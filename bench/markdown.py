@@ -469,9 +469,7 @@ def _main_models(results: DeviceResults) -> str:
     rows = [row for row in results.models if (row.chain, row.layout) in _MAIN_MODELS and row.way("normfuse").us]
     rows.sort(key=lambda row: _MAIN_MODELS.index((row.chain, row.layout)))
     columns: list[Column] = [
-        _MODEL,
-        DTYPE,
-        MODE,
+        ("model", lambda row: f"{row.chain}, {row.mode}, {row.layout}"),
         ("Inductor, ms", lambda row: number((row.way("inductor").us or 0) / 1e3, ".1f")),
         ("normfuse, ms", lambda row: number(row.way("normfuse").us / 1e3, ".1f")),
         timed("device", "normfuse", "inductor", 0),
@@ -480,11 +478,7 @@ def _main_models(results: DeviceResults) -> str:
         over("first call", "normfuse", "inductor", attrgetter("first_call_s")),
         over("peak memory", "normfuse", "inductor", attrgetter("peak_mb")),
     ]
-    note = (
-        f"{_times_setup(results, rows)} The backend's figures over Inductor's of the same run: device and wall clock, "
-        'the wall clock with `mode="reduce-overhead"`, compilation and memory.'
-    )
-    return _with_note(columns, rows, note)
+    return _with_note(columns, rows, f"{results.setup(rows)}. Last columns: over Inductor's of the same run.")
 
 
 #: What a page asks for between ``<!-- table: NAME -->`` and ``<!-- /table -->``.
