@@ -102,6 +102,27 @@ def test_decomposed(make, sample):
         torch.testing.assert_close(program.module()(input), model(input))
 
 
+def test_compiled_ahead_of_time(tmp_path):
+    """AOTInductor's library calls the operators, for batches of any size; a norm of images and one of rows."""
+    pointwise = ops.pointwise
+    model = torch.nn.Sequential(
+        ops.GroupNorm(4, 32, after=(pointwise.silu(),)),
+        torch.nn.Flatten(),
+        ops.LinearLayerNorm(160, 16, after=(pointwise.gelu(),)),
+    )
+    with torch.no_grad():
+        program = export(model, (32, 5))
+        package = torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(tmp_path / "model.pt2"),
+            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+        )
+        loaded = torch._inductor.aoti_load_package(package)
+        for batch in (4, 7):
+            input = draw(batch, (32, 5))
+            torch.testing.assert_close(loaded(input), model(input))
+
+
 def test_decomposed_under_autocast():
     """The result has the dtype that autocast gives the model's."""
     model = ops.LinearLayerNorm(16, 32, after=(ops.pointwise.gelu(),))

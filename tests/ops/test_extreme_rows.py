@@ -16,6 +16,8 @@ from tests.chains import L75, Problem, make_arguments
 
 #: Channels and groups: a group of a power of two, one that is padded, both in a tile of the product, a group alone.
 GROUPINGS = ((32, 4), (40, 4), (100, 1), (4, 4))
+#: Wider than a tile: groups by parts, a row by parts.
+WIDE = ((20000, 2), (9001, 1))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 3  # of which the second is extreme
 
@@ -77,7 +79,7 @@ def close(results, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("channels, groups", GROUPINGS)
+@pytest.mark.parametrize("channels, groups", [*GROUPINGS, *WIDE])
 @pytest.mark.parametrize("name", HUGE)
 def test_huge_rows(name, channels, groups, dtype):
     """Value and gradients, of that row and of the sums that it is part of."""
@@ -152,7 +154,7 @@ def test_huge_rows_of_a_minimum(channels, groups):
 SUBNORMAL = {"1e-19": 1e-19, "1e-20": 1e-20, "3e-22": 3e-22}
 
 
-@pytest.mark.parametrize("channels, groups", GROUPINGS[:3])
+@pytest.mark.parametrize("channels, groups", [*GROUPINGS[:3], *WIDE])
 @pytest.mark.parametrize("name", SUBNORMAL)
 def test_subnormal_variance(name, channels, groups):
     arguments = matrices(lambda width, _: drawn(width) * SUBNORMAL[name], channels, groups, torch.float32)
@@ -163,7 +165,7 @@ def test_subnormal_variance(name, channels, groups):
         torch.testing.assert_close(result.double(), truth, rtol=1e-1, atol=float(5e-2 * truth.abs().max()))
 
 
-@pytest.mark.parametrize("channels, groups", GROUPINGS[:3])
+@pytest.mark.parametrize("channels, groups", [*GROUPINGS[:3], *WIDE])
 @pytest.mark.parametrize("size", [1e-23, 1e-30])
 def test_no_variance(size, channels, groups):
     """Values that differ are infinite, of the sign of their distance to the mean; equal ones are NaN."""
