@@ -1,6 +1,7 @@
 # Every target does all its own set-up, in .venv (make newest: .venv-newest), and reuses it.
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
+#   EVERY        of make test: 4 is a quarter of each test's cases, 1 all, as in CI (default 4; with PYTEST_ARGS 1)
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
 #   TRITONS      of make matrix and versions, e.g. TRITONS=3.9.0
 #   SEED         of make exhaustive's random compositions and programs (default: the time)
@@ -10,6 +11,8 @@ PYTHON ?= python3
 ENVIRONMENT := .venv
 INSTALLED := $(ENVIRONMENT)/installed
 IN_ENVIRONMENT := $(ENVIRONMENT)/bin/python -m
+
+EVERY ?= $(if $(PYTEST_ARGS),1,4)
 
 # One torch thread for each of pytest's processes. Arguments of the user's may leave one of the runs without tests (5).
 PARALLEL := OMP_NUM_THREADS=1 $(IN_ENVIRONMENT) pytest --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -31,8 +34,8 @@ LOWEST_TESTS := $(MATRIX_TESTS) tests/autotune_configs tests/ops/test_modules.py
 test: lint docs run-tests
 
 run-tests: $(INSTALLED)
-	TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" $(PYTEST_ARGS) $(MAY_BE_EMPTY)
-	$(PARALLEL) -m "offline and not further" $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	TRITON_INTERPRET=1 $(PARALLEL) -m "not gpu and not offline" --every $(EVERY) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	$(PARALLEL) -m "offline and not further" --every $(EVERY) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
 	@if $(ENVIRONMENT)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 		$(IN_ENVIRONMENT) pytest -m gpu $(PYTEST_ARGS) $(MAY_BE_EMPTY); \
 	else \
@@ -80,7 +83,7 @@ newest:
 	.venv-newest/bin/python -m pip install --editable '.[test]'
 	@touch .venv-newest/installed
 	.venv-newest/bin/python -m pip list
-	$(MAKE) run-tests ENVIRONMENT=.venv-newest
+	$(MAKE) run-tests ENVIRONMENT=.venv-newest EVERY=1
 
 bench: $(INSTALLED)
 	$(IN_ENVIRONMENT) bench $(BENCH_ARGS)

@@ -1,6 +1,7 @@
 """Mutation testing: change the code in one small way, run the tests of that file, and tell which changes they miss.
 
     python scripts/mutants.py --seed 1 --count 150 --processes 2
+    python scripts/mutants.py --count 50 --since v0.1.0  # in the lines that were changed since
 
 Mutants are drawn by a hash of the seed and of what is changed (file, function, line), so that an edit elsewhere draws
 the same. Kernels run in Triton's interpreter. The exit status is 1 where a mutant survives that tests/mutants.txt does
@@ -18,6 +19,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -251,14 +253,26 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def all_mutants(tree: Path) -> dict[str, list[Mutant]]:
-    """By stratum."""
+def changed_lines(file: str, since: str) -> set[int]:
+    """The numbers of a file's lines that a commit has not."""
+    command = ["git", "diff", "--unified=0", since, "--", file]
+    text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    hunks = re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", text, re.MULTILINE)
+    return {int(first) + place for first, count in hunks for place in range(int(count or 1))}
+
+
+def all_mutants(tree: Path, since: str = "") -> dict[str, list[Mutant]]:
+    """By stratum; with ``since``, those in lines that this commit has not."""
     found: dict[str, list[Mutant]] = {stratum: [] for stratum in STRATA}
     for path in sorted(tree.glob("*/*.py")):
         file = path.relative_to(tree).as_posix()
         strata = [name for name, (_, patterns) in STRATA.items() if matches(file, patterns)]
         if strata and not matches(file, LEFT_OUT):
-            found[strata[0]] += mutants_of(file, path.read_bytes())
+            source = path.read_bytes()
+            lines = changed_lines(file, since) if since else set()
+            for each in mutants_of(file, source):
+                if not since or source.count(b"\n", 0, each.start) + 1 in lines:
+                    found[strata[0]].append(each)
     return found
 
 
@@ -354,6 +368,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=150, help="how many mutants are drawn (default 150)")
     parser.add_argument("--only", default="", help="of those, only mutants whose line, as printed, has this text")
+    parser.add_argument("--since", default="", help="a commit: only mutants of lines that it has not")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once")
     parser.add_argument("--list", action="store_true", help="print the draw, and run nothing")
     options = parser.parse_args()
@@ -361,9 +376,10 @@ def main() -> int:
     lines = (ROOT / "tests" / "mutants.txt").read_text().splitlines()
     explained = dict(line.split(" => ") for line in lines if not line.startswith("#"))
     known = all_mutants(ROOT)
+    in_question = all_mutants(ROOT, options.since) if options.since else known
     drawn = {
         stratum: [mutant for mutant in mutants if options.only in mutant.key]
-        for stratum, mutants in draw(known, options.seed, options.count).items()
+        for stratum, mutants in draw(in_question, options.seed, options.count).items()
     }
     mutants = sum(drawn.values(), [])
     if options.list:

@@ -7,8 +7,11 @@ does either the interpreter's tests (those without a mark) or the others:
     pytest -m offline
     pytest -m gpu
 
-Tests of the other kind are deselected, so that a bare ``pytest`` does what is possible in its process.
+Tests of the other kind are deselected, so that a bare ``pytest`` does what is possible in its process. ``--every 4``
+runs a quarter of a test's cases and the first: which ones hangs on their names alone.
 """
+
+import zlib
 
 import hypothesis
 import pytest
@@ -81,6 +84,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, help="run the first of each test's cases and one in so many")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "offline: compiles kernels without a GPU; runs without the interpreter")
@@ -93,10 +100,14 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    kept, others = [], []
+    kept, others, tests = [], [], set()
     for item in items:
         compiled = item.get_closest_marker("gpu") or item.get_closest_marker("offline")
-        (others if bool(compiled) == INTERPRETED else kept).append(item)
+        test = item.nodeid.partition("[")[0]
+        is_first = test not in tests
+        is_drawn = is_first or zlib.crc32(item.nodeid.encode()) % config.option.every == 0
+        tests.add(test)
+        (others if bool(compiled) == INTERPRETED or not is_drawn else kept).append(item)
     if others:
         items[:] = kept
         config.hook.pytest_deselected(items=others)

@@ -81,3 +81,21 @@ def test_an_edit_elsewhere_draws_the_same(toy):
     assert len(drawn) == 6 and keys(run("--list", "--seed", "2").stdout) != drawn
     (folder / "ops" / "toy.py").write_text(f"ONE = True\n\n{TOY}")
     assert [key for key in keys(run("--list").stdout) if "module" not in key] == drawn
+
+
+def test_changed_lines(toy):
+    """With a commit, mutants of the lines that it has not alone."""
+    folder, run = toy
+
+    def git(*arguments):
+        name = ["-c", "user.name=toy", "-c", "user.email=toy@example.org"]
+        subprocess.run(["git", *name, *arguments], cwd=folder, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "--message", "all")
+    assert keys(run("--list", "--since", "HEAD").stdout) == []
+    (folder / "ops" / "toy.py").write_text(TOY.replace("value * 5", "value * 6"))
+    drawn = keys(run("--list", "--since", "HEAD").stdout)
+    assert len(drawn) == 3 and all(" loose: return value * 6 " in key for key in drawn)
+    assert set(drawn) < set(keys(run("--list").stdout))
