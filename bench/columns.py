@@ -23,6 +23,9 @@ from bench.schema import (
 #: A column's name, and what it shows of a row. A column that is None for every row is left out.
 Column = tuple[object, Callable[[Any], object]]
 
+#: In the place of a table of which nothing is known.
+NOT_MEASURED = "Not measured."
+
 #: Columns of words. They are aligned to the left, the others, numbers, to the right.
 _WORDS = set("cell chain dtype mode shape divided sent product setting of at model way".split())
 
@@ -34,6 +37,24 @@ def number(value: float | None, format: str = ".0f") -> str:
 def pair(values: Sequence[float | None] | None) -> str:
     """Two errors, ours and PyTorch's."""
     return "–" if values is None else " / ".join(number(value, ".1e") for value in values)
+
+
+def of_ratio(ratio: float | None) -> str:
+    return "–" if ratio is None else f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
+
+
+def of_first(column: Column) -> Column:
+    """A column of lists of rows, which shows what this one does of the first row."""
+    name, read = column
+    return name, lambda rows: read(rows[0])
+
+
+def picture_of(folder: str, name: str, what: str) -> str:
+    light, dark = (f"{folder}/{name}.{theme}.png" for theme in ("light", "dark"))
+    return (
+        f'<picture>\n<source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
+        f'<img alt="{what}" src="{light}">\n</picture>'
+    )
 
 
 def lines_of(columns: Iterable[Column], rows: Collection[object]) -> list[list[str]]:

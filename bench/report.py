@@ -10,9 +10,10 @@ from typing import Any
 
 from autotune_configs.command_line import Parser
 from bench import pictures
-from bench.markdown import fill_tables, write_page
+from bench.page import write_page
 from bench.results import DeviceResults, read_all, replace
 from bench.schema import ROWS, Row
+from bench.tables import fill_tables
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "bench" / "results"

@@ -7,9 +7,10 @@ from matplotlib import pyplot
 
 from autotune_configs.command_line import names
 from bench.chains import CHAINS, FAMILY
-from bench.markdown import fill_tables, write_page
+from bench.page import write_page
 from bench.pictures import THEMES, draw_all, pictures_of
 from bench.results import read_all
+from bench.tables import fill_tables
 from tests.bench.result_files import LINEAR, NORM, TARGET, cell, rows, write
 
 IMAGES = "2x320x64x64"

@@ -11,13 +11,13 @@ from torch import nn
 
 from bench import model_figures, models, pictures
 from bench.__main__ import main
-from bench.markdown import fill_tables
 from bench.model_figures import Cell, Step, by_kind, costs, errors, kind_of, norm_bytes, saved_bytes, times
 from bench.model_ways import DECOMPOSITIONS, listening, prepare, without_cpp_compiler
 from bench.model_zoo import MEMORY_FORMATS, MODELS, SETTINGS, Model
 from bench.models import Experiment, cells_of
 from bench.results import read_all
 from bench.schema import KINDS, KernelTimes, ModelRow, WayFigures
+from bench.tables import fill_tables
 from tests.bench.refusals import assert_refused
 from tests.bench.result_files import write
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.markdown import fill_tables, write_page
+from bench.page import write_page
 from bench.results import read_all
+from bench.tables import fill_tables
 from tests.bench.result_files import CONVOLUTION, TARGET, cell, first_call, red, rows, write
 
 LATER = {"date": "2026-01-02T03:30:00+00:00"}
