@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
-from ops import operators, plain, precision, rewriting
+from ops import open_norms, operators, plain, precision, rewriting
 from ops.calls import Call, parse
 from ops.capture import in_parts
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
@@ -30,6 +30,9 @@ _PLANS: dict[Any, tuple[str, Callable[..., Plan]]] = {
         (operators.BACKWARD, "backward", operators.backward_plan),
     )
     for overload in ("default", "one")
+} | {
+    torch.ops.normfuse.statistics.default: ("statistics", open_norms.statistics_plan),
+    torch.ops.normfuse.sums.default: ("sums", open_norms.sums_plan),
 }
 
 
@@ -63,7 +66,8 @@ class ExplainedCall:
 
     Args:
         chain: The chain with the call's numbers.
-        direction: "forward" or "backward".
+        direction: "forward" or "backward"; of an open norm in a compiled graph, which is Inductor's beside these,
+            "statistics" or "sums".
         device: Where it runs.
         steps: What runs, in order.
         result_bytes: Memory of the result, or of the gradients.
@@ -72,7 +76,7 @@ class ExplainedCall:
         reason: Why it runs as plain PyTorch, of which no steps are told; "" where it does not.
         seconds: Of one run behind others, where that was asked for.
         pytorch_seconds: The same of PyTorch's functions in eager mode, one after another. None where they refuse the
-            dtypes, which are mixed under autocast.
+            dtypes, which are mixed under autocast, and of an open norm.
     """
 
     chain: str
@@ -176,12 +180,12 @@ class _Watch(TorchDispatchMode):
         rows: dict[str, list[list]] = {}
         for place, (plan, (text, *given)) in self._given.items():
             call = parse(text)
+            row, gradient = None, None
             if self.calls[place].direction == "forward":
-                gradient = None
                 row = operators.spread(call, given[0])
                 if given[1]:
                     rows.setdefault(text, []).append(row)
-            else:
+            elif self.calls[place].direction == "backward":
                 _, gradient, tensors, _ = given
                 row = _row_with(tensors, rows.get(text, []))
             seconds = _seconds(functools.partial(plan.run, tensors_in(given)))
@@ -255,8 +259,9 @@ def explain(
     The model or function is called once, with these arguments. Where tensors of its result require a gradient, a
     backward pass with ones follows. It leaves every ``.grad`` as it is, and a graph behind the arguments.
 
-    Of a module, whether ``fuse`` changed it or not, it tells what ``fuse`` and the backend of ``torch.compile`` would
-    run, and which contractions and norms they leave. Of a function, it tells the calls of this project's chains alone.
+    Of a module, whether ``fuse`` changed it or not, it tells what ``fuse`` would run, and which contractions and norms
+    it leaves. Of one that ``torch.compile`` returned, it tells the same of the backend ``"normfuse"``: what is left to
+    Inductor there, no call tells. Of a function, it tells the calls of this project's chains alone.
 
     Args:
         model_or_function: What to call: a module, or any function of tensors.
@@ -302,8 +307,10 @@ class _Capture:
     """Rewrites the graphs of a model's call, tells what is left in them, and has their calls watched."""
 
     def __init__(self, model: nn.Module, watch: _Watch) -> None:
-        self._model, self._watch = model, watch
-        self._paths = {str(id(module)): path for path, module in model.named_modules()}
+        self._compiles = isinstance(model, torch._dynamo.OptimizedModule)
+        self._model: nn.Module = model._orig_mod if self._compiles else model  # type: ignore[assignment]
+        self._watch = watch
+        self._paths = {str(id(module)): path for path, module in self._model.named_modules()}
         self.left: list[LeftStep] = []
 
     def call(self, *inputs: Any, **options: Any) -> Any:
@@ -312,7 +319,7 @@ class _Capture:
 
     def take(self, graph: GraphModule) -> Callable:
         """What is to be called in the graph's place."""
-        rewriting.rewrite(graph)
+        rewriting.rewrite(graph, compiles=self._compiles)
         for each in rewriting.graphs(graph):
             self.left += self._left_in(each)
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ops import checks, pointwise, precision
-from ops.graph_nodes import CONVOLUTIONS, NORMS, bound, example, is_computed_on_the_way, memory, number, writes
+from ops.graph_nodes import NORMS, bound, example, memory, number, writes
 from ops.pointwise import Step
 
 _log = logging.getLogger(__name__)
@@ -70,24 +70,6 @@ class Growth:
         return is_chain and all(user in self.nodes for node in self.nodes[:-1] for user in node.users)
 
     @property
-    def is_computed_on_the_way(self) -> bool:
-        """Whether a compiler computes it together with all that uses its result, or a layer norm with what it is of.
-
-        That saves nothing behind a product, which is one kernel with what follows here. In 16 bits cuBLAS's is faster
-        by some percent, which a function without exponentials or polynomials does not outweigh.
-        """
-        if self.opens:
-            return False
-        start, users = example(self.start), self.value.users
-        is_on_the_way = len(users) > 0 and all(map(is_computed_on_the_way, users))
-        if self.contraction == "linear":
-            terms = sum([step.pointwise.terms for step in self.steps])
-            return is_on_the_way and not self.norm and terms == 0 and start.dtype.itemsize == 2
-        follows = not self.contraction and self.norm and self.norm[0] == "layer_norm" and len(self.start.users) == 1
-        is_of_sum = follows and (self.start.target in CONVOLUTIONS or is_computed_on_the_way(self.start))
-        return bool(is_of_sum) or is_on_the_way
-
-    @property
     def text(self) -> str:
         """It in words."""
         names = [step.pointwise.name for step in self.before], [step.pointwise.name for step in self.steps]
@@ -108,7 +90,7 @@ class Growth:
         if norm and example(norm).stride() != example(bound(norm)[1]["input"]).stride():
             between.append(norm)
         trains = example(self.value).requires_grad
-        moved = sum([_bytes(example(node)) for node in between])
+        moved = sum([size_of(example(node)) for node in between])
         return moved * (5 if trains else 2), len(between) * (3 if trains else 1)
 
     def ends(self) -> list["Growth"]:
@@ -213,8 +195,10 @@ class Growth:
         return replace(self, nodes=(*self.nodes, node), bias=bias) if fits else None
 
 
-def _bytes(tensor: torch.Tensor) -> float:
-    """A tensor's size. An open size counts as it was when it was captured."""
+def size_of(tensor: torch.Tensor | None) -> float:
+    """A tensor's bytes. An open size counts as it was when it was captured."""
+    if tensor is None:
+        return 0.0
     sizes: list[Any] = list(tensor.shape)
     sizes = [size if type(size) is int else size.node.hint or 1 for size in sizes]
     return float(math.prod(sizes) * tensor.dtype.itemsize)

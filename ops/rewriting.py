@@ -19,7 +19,6 @@ from torch.fx.node import map_arg
 
 from ops import (
     convolution,
-    direct_convolution,
     family,
     functions,
     interpolation,
@@ -80,7 +79,7 @@ def graphs(module: GraphModule) -> list[GraphModule]:
 
 def _reason_to_leave(growth: Growth) -> str:
     """Why a chain is left in a graph that runs as it is: on a GPU, if it is not faster as a call of its own."""
-    return pays.reason_to_leave(*growth.saved) if example(growth.value).is_cuda else ""
+    return pays.reason_for_pytorch(*growth.saved) if example(growth.value).is_cuda else ""
 
 
 def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[Rewritten]:
@@ -103,14 +102,12 @@ def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[R
                 or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES
             ):
                 continue
-            if compiles and (reason := _reason_for_compiler(kind, given)):
-                node.meta.setdefault(REFUSAL, reason)
-                continue
             opens = compiles and kind == "group_norm" and open_norms.has_pixels(example(node))
             contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
             starts = [contraction] if kinds is CONTRACTIONS else beginnings(node, given, opens)
             for end in (end for start in starts for end in start.ends() if end.is_whole):
-                if compiles and end.is_computed_on_the_way:
+                if compiles and (reason := pays.reason_for_compiler(end)):
+                    node.meta.setdefault(REFUSAL, reason)
                     break
                 if not surroundings.allow(end.nodes):
                     node.meta.setdefault(REFUSAL, "something writes to a tensor that the chain would keep")
@@ -137,35 +134,11 @@ def _without_shapes(node: Node) -> None:
             node.target, node.args = str(node.target)[:-3], (node.args[0], tuple(shape))
 
 
-def _reason_for_compiler(kind: str, given: dict[str, Any]) -> str:
-    """Why no chain begins with this contraction, or has this norm alone, where a compiler gets the graph."""
-    if kind in CONTRACTIONS and not _stays_closed(kind, given):
-        return "left to the compiler: an open norm behind PyTorch's convolution is faster"
-    if kind == "layer_norm" and example(given["input"]).dtype.itemsize == 2:
-        return "left to the compiler: in 16 bits its kernel for rows moves as few bytes"
-    return ""
-
-
-def _stays_closed(contraction: str, given: dict[str, Any]) -> bool:
-    """Whether a contraction of ours wins more than an open norm behind PyTorch's: convolutions that are transposed."""
-    if contraction == "linear":
-        return True
-    values = example(given["input"]), example(given["weight"])
-    if contraction == "conv2d" or not all(isinstance(each, torch.Tensor) and each.ndim == 4 for each in values):
-        return False
-    try:
-        sizes = dict(zip(convolution.DEFAULTS, convolution.in_order(contraction, values[1], given), strict=True))
-        geometry = convolution.check(True, *values, **sizes)
-    except (TypeError, ValueError):
-        return False
-    return direct_convolution.takes(*values, geometry, precision.convolutions_allow_tf32())
-
-
 def _may_add_bias_apart(node: Node, compiles: bool) -> bool:
     """Whether it is a convolution of PyTorch's before a group norm, whose bias that may add with the same rounding: on
     a GPU PyTorch adds it in a kernel of its own, except for depthwise ones."""
     kind, given = bound(node)
-    stays = node.target in CONVOLUTIONS or (compiles and kind.startswith("conv") and not _stays_closed(kind, given))
+    stays = node.target in CONVOLUTIONS or (compiles and kind.startswith("conv") and not pays.stays_closed(kind, given))
     if not stays or not _comes_to_group_norm(node):
         return False
     values, (weight, bias) = example(node), map(example, _weight_and_bias(node))

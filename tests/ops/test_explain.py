@@ -6,6 +6,7 @@ import textwrap
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 import ops
 from autotune_configs import lookup, tables
@@ -143,6 +144,31 @@ class Mixed(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*print")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "reduce-overhead"}], ids=str)
+def test_a_compiled_model(options):
+    """What the backend runs: an open norm's statistics and sums, and what it leaves to Inductor, with the bytes."""
+    layers = nn.Conv2d(8, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Flatten(), nn.LayerNorm(256), nn.Linear(256, 8)
+    model = nn.Sequential(*layers, nn.SiLU()).bfloat16()
+    input = torch.randn(256, 8, 6, 6, dtype=torch.bfloat16)
+    explanation = ops.explain(torch.compile(model, backend="normfuse", **options), input, measure_times=not options)
+    told = explanation.calls
+    assert [(each.direction, each.chain.partition("(")[0], each.steps[0].name) for each in told] == [
+        ("statistics", "group_norm", "statistics_kernel"),
+        ("forward", "linear -> add -> silu", "linear_kernel"),
+        ("backward", "linear -> add -> silu", "group_norm_backward_kernel"),
+        ("sums", "group_norm", "sums_kernel"),
+    ]
+    assert all((each.seconds is not None) == (not options) for each in told)
+    assert [(each.module, each.name, each.reason) for each in explanation.left] == [
+        (
+            *("0", "conv2d"),
+            "left to the compiler: a norm of images behind PyTorch's convolution is faster than both as one call",
+        ),
+        ("4", "layer_norm", "left to the compiler: 0.3 MB would be moved either way"),  # 256 x 256 in and out
+    ]
+
+
 def test_what_is_left():
     explanation = ops.explain(Mixed(), torch.randn(8, 16))
     chains = ["group_norm(4, 1e-05) -> mul -> add -> relu", "linear -> add -> add tensor"]

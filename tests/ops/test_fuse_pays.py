@@ -17,12 +17,12 @@ def test_the_rule():
     """Bytes, launches and the host's time, and nothing else."""
     per_us = pays.BYTES_PER_SECOND / 1e6
     host = pays.CAPTURED_CALL * 1e6
-    assert pays.reason_to_leave(host * per_us * 1.01, 0) == ""
-    assert pays.reason_to_leave(host * per_us * 0.99, 0) != ""
+    assert pays.reason_for_pytorch(host * per_us * 1.01, 0) == ""
+    assert pays.reason_for_pytorch(host * per_us * 0.99, 0) != ""
     launches = int(pays.CAPTURED_CALL / pays.LAUNCH)
-    assert pays.reason_to_leave(0, launches + 1) == "" and pays.reason_to_leave(0, launches) != ""
-    assert pays.reason_to_leave(1, 0, host=0) == "" and pays.reason_to_leave(0, 0, host=0) != ""
-    assert pays.reason_to_leave(4e6, 1) == (
+    assert pays.reason_for_pytorch(0, launches + 1) == "" and pays.reason_for_pytorch(0, launches) != ""
+    assert pays.reason_for_pytorch(1, 0, host=0) == "" and pays.reason_for_pytorch(0, 0, host=0) != ""
+    assert pays.reason_for_pytorch(4e6, 1) == (
         "left to PyTorch: 4.0 MB and 1 launches would be saved, some 6 us, and the call takes the host 48 us more"
     )
 
@@ -109,7 +109,7 @@ SAVED = {
 def test_what_is_saved(forward, passes, launches, monkeypatch):
     """Each value between two functions is written and read, in one kernel more; PyTorch copies channels_last images."""
     seen = []
-    monkeypatch.setattr(pays, "reason_to_leave", lambda *saved: seen.append(saved) or "left")
+    monkeypatch.setattr(pays, "reason_for_pytorch", lambda *saved: seen.append(saved) or "left")
     (found,) = graph_of(forward, (2, 8, 4, 4))
     image = 2 * 8 * 4 * 4 * 2
     assert seen == [(passes * image, launches)] and found.left == "left"
@@ -117,6 +117,6 @@ def test_what_is_saved(forward, passes, launches, monkeypatch):
 
 def test_a_left_chain_is_left_whole(monkeypatch):
     """No part of it is tried, nor told of, as another chain."""
-    monkeypatch.setattr(pays, "reason_to_leave", lambda *saved: "left")
+    monkeypatch.setattr(pays, "reason_for_pytorch", lambda *saved: "left")
     chain = graph_of(lambda x, w: F.gelu(F.layer_norm(F.linear(x, w), (8,))), (4, 6), (8, 6))
     assert [each.chain for each in chain] == ["linear -> layer_norm -> gelu"]
