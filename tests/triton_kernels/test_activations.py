@@ -364,7 +364,7 @@ def test_compiled_offline(step, arch):
     for each in compiled:
         assert each.fits and each.spilled_bytes <= more_spills(arch), each.name
         assert not re.search(r"\b(min|max)(\.ftz)?\.f32", each.ptx), each.name
-        if each.name == "group_norm_kernel" and step is not a.TANH:
+        if each.name == "group_norm_kernel" and step not in (a.TANH, a.ELU):  # from these exponentials 1 is subtracted
             assert "ex2.approx.ftz" not in each.ptx, "what is subnormal would be 0"
 
 
