@@ -1,7 +1,7 @@
 # Every target does all its own set-up, in .venv (make newest: .venv-newest), and reuses it.
 #   PYTHON       the Python to start from (default python3)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-k argmin"
-#   EVERY        of make test: 4 is a quarter of each test's cases, 1 all, as in CI (default 4; with PYTEST_ARGS 1)
+#   EVERY        of make test: one in so many of a test's cases, beside the first; 1 is all, as in CI (default 8, with PYTEST_ARGS 1)
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
 #   TRITONS      of make matrix and versions, e.g. TRITONS=3.9.0
 #   SEED         of make exhaustive's random compositions and programs (default: the time)
@@ -12,7 +12,7 @@ ENVIRONMENT := .venv
 INSTALLED := $(ENVIRONMENT)/installed
 IN_ENVIRONMENT := $(ENVIRONMENT)/bin/python -m
 
-EVERY ?= $(if $(PYTEST_ARGS),1,4)
+EVERY ?= $(if $(PYTEST_ARGS),1,8)
 
 # One torch thread for each of pytest's processes. Arguments of the user's may leave one of the runs without tests (5).
 PARALLEL := OMP_NUM_THREADS=1 $(IN_ENVIRONMENT) pytest --numprocesses auto --maxprocesses 8 --dist worksteal
