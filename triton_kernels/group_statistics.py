@@ -6,8 +6,8 @@ import triton.language as tl
 from triton_kernels.device import INTERPRETED
 from triton_kernels.versions import VERSION
 
-#: Beside this instruction Triton 3.6 and 3.9 spill registers in a norm's loop, beside the other way 3.7 does.
-_WRITES_PTX = tl.constexpr(not INTERPRETED and (3, 7) <= VERSION < (3, 9))
+#: Beside this instruction Triton 3.6 spills registers in a norm's loop, beside the other way 3.7 and 3.9 do.
+_WRITES_PTX = tl.constexpr(not INTERPRETED and VERSION >= (3, 7))
 
 
 @triton.jit
