@@ -44,7 +44,7 @@ def normfuse(
     for each in found:
         _log.info("%s%s, in the place of %s", "open " if each.is_open else "", each.chain, ", ".join(each.nodes))
     of_mode = torch._inductor.list_mode_options(mode) if mode else {}
-    given = {**of_mode, **(options or {})}
+    given = {**of_mode, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
     for name, change in _PASSES.items():
         given[name] = _behind(given.get(name), name, change)
     return torch._inductor.compile(module, list(example_inputs), options=given)

@@ -157,18 +157,18 @@ def in_rows(
         if vector is not None and vector.shape != normalized:
             raise ValueError(f"{name} must have shape {normalized}, got {tuple(vector.shape)}")
     require_steps(before=before, after=after)
-    rows = input.shape[: -len(normalized)].numel(), math.prod(normalized)
+    rows = math.prod(input.shape[: -len(normalized)]), math.prod(normalized)
 
     def in_two_dimensions(name: str, steps: Sequence[Step]) -> list[Step]:
         found = []
         for place, (function, operand) in enumerate(steps):
             if function.operand == "tensor" and not isinstance(operand, Earlier):
                 shape = operand.shape
-                if shape == input.shape:
+                if len(shape) == input.ndim and shape == input.shape:
                     operand = _shaped(operand, rows)
-                elif shape[-len(normalized) :] == normalized and shape.numel() == rows[1]:
+                elif shape[-len(normalized) :] == normalized and math.prod(shape) == rows[1]:
                     operand = _shaped(operand, rows[1:])
-                elif shape.numel() == 1 and len(shape) <= input.ndim:
+                elif math.prod(shape) == 1 and len(shape) <= input.ndim:
                     operand = _shaped(operand, ())
                 elif len(shape) != 1:
                     expected = f"{tuple(input.shape)} or {normalized}, got {tuple(shape)}"

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -177,6 +178,23 @@ def is_computed_on_the_way(node: Node) -> bool:
 def example(value: Any) -> Any:
     """The fake tensor, or number, that stands for a node's value; what is no node is its own."""
     return value.meta.get("example_value") if isinstance(value, Node) else value
+
+
+def has_shape(value: Any, shape: Sequence[Any]) -> bool:
+    """Whether it stands for a tensor that is known to have this shape. No open size is settled by asking."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    own = getattr(example(value), "shape", None)
+    if own is None or len(own) != len(shape):
+        return False
+    return all(statically_known_true(one == other) for one, other in zip(own, shape, strict=True))
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a size of the tensor is one that data settle, as of ``x[mask]``."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(list(getattr(example(value), "shape", ()))))
 
 
 def number(value: Any, beside: torch.Tensor) -> float:

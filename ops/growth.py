@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ops import checks, pointwise, precision
-from ops.graph_nodes import NORMS, bound, example, memory, number, writes
+from ops.graph_nodes import NORMS, bound, example, has_shape, memory, number, writes
 from ops.pointwise import Step
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Growth:
         old, new = example(value), example(node)
         # Kernels compute in float32, so results of that dtype may follow values of another, as autocast's norms do.
         is_tensor = isinstance(new, torch.Tensor) and new.dtype in (old.dtype, torch.float32)
-        if not is_tensor or new.shape != old.shape:
+        if not is_tensor or not has_shape(node, old.shape):
             return None
         if writes(node) and not (given["input"] is value and self._may_be_overwritten(value, node)):
             return None
@@ -136,7 +136,7 @@ class Growth:
 
     def _is_image(self, step: Step) -> bool:
         """Whether the operand has as many values as the norm, which a compiler reads as well."""
-        return isinstance(step.operand, Node) and example(step.operand).shape == example(self.value).shape
+        return isinstance(step.operand, Node) and has_shape(step.operand, example(self.value).shape)
 
     def _may_be_overwritten(self, value: Node, node: Node) -> bool:
         """Whether nothing else sees that this node writes into the last value."""
@@ -213,8 +213,7 @@ def beginnings(norm: Node, given: dict[str, Any], opens: bool = False) -> Iterat
         if not (kind == "same" or hasattr(pointwise, kind)):
             break
         arguments: tuple[Any, ...] = given["input"], given.get("other")
-        shape = example(node).shape
-        operands = [each for each in arguments if getattr(example(each), "shape", None) == shape]
+        operands = [each for each in arguments if has_shape(each, example(node).shape)]
         if not operands or example(max(operands)).dtype not in precision.KERNEL_DTYPES:
             break
         found.append(replace(found[-1], start=max(operands), path=found[-1].path | {node}))

@@ -221,12 +221,14 @@ class _Pass:
 
     def _as_traced(self, node: Node, user: Node) -> Node:
         """A copy that lies in memory as the node's value was traced; of a view, the same view of such a copy."""
-        value = self._traced[node]
-        if not isinstance(value, Tensor):
+        value, source = self._traced[node], node.args and node.args[0]
+        is_part = node.target is operator.getitem and _name(source) in _VIEWS
+        is_view = (_name(node) in _VIEWS or is_part) and source in self._changed
+        if not (isinstance(value, Tensor) or is_view):
             return node
         key = node, False
         if key not in self._copies:
-            if _name(node) in _VIEWS and node.args[0] in self._changed:
+            if is_view:
                 whole = self._as_traced(node.args[0], user)
                 with self._graph.inserting_before(user):
                     copy = self._call(user, node.target, whole, *node.args[1:], **node.kwargs)

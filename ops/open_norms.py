@@ -86,7 +86,7 @@ def _fake_statistics(text: str, tensors: list[Tensor]) -> list[Tensor]:
 def _fake_sums(text: str, wanted: str, gradient: Tensor, statistics: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     factors = gradient.new_empty(2, *gradient.shape[:2], dtype=torch.float32)
     specs, _ = read_specs(wanted)
-    return [factors, *(gradient.new_empty(spec[0] or (), dtype=spec[1]) for spec in specs if spec is not None)]
+    return [factors, *(plans.empty_gradient(spec, gradient) for spec in specs if spec is not None)]
 
 
 define("statistics", "(str call, Tensor[] tensors) -> Tensor", statistics_plan, _fake_statistics)

@@ -89,16 +89,22 @@ def _below_autograd(operator: Any, keyset: Any, text: str, tensors: list[Tensor]
 
 
 #: Of a tensor: the shape and dtype of its gradient, or None where that is not wanted. Where the shape is None, it is
-#: that of the result's gradient, or follows from other tensors.
+#: that of the result's gradient, or follows from other tensors; a size of -1 is that gradient's number of samples.
 Spec = tuple[tuple[int, ...] | None, torch.dtype] | None
 
 
 def specs_of(call: Call, tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Spec]:
-    """The specs of a call's tensors in a row. That of a value's shape has none, since sizes may change."""
-    has_shape = [False, False, *(step.operand != "tensor" for step in call.chain.steps if step.has_tensor), True]
+    """The specs of a call's tensors in a row, without sizes that may change."""
+    kinds = ["tensor", "tensor", *(step.operand for step in call.chain.steps if step.has_tensor), "vector"]
+
+    def shape(tensor: Tensor, kind: str) -> tuple[int, ...] | None:
+        if kind == "tensor":
+            return None
+        return (-1, *tensor.shape[1:]) if kind == "sample" else tuple(tensor.shape)
+
     return [
-        (tuple(each.shape) if with_shape else None, each.dtype) if each is not None and is_wanted else None
-        for each, with_shape, is_wanted in zip(tensors, has_shape, wanted, strict=True)
+        (shape(each, kind), each.dtype) if each is not None and is_wanted else None
+        for each, kind, is_wanted in zip(tensors, kinds, wanted, strict=True)
     ]
 
 
@@ -134,9 +140,7 @@ def _fake_backward(text: str, wanted: str, gradient: Tensor, tensors: list[Tenso
     given = Arguments.of(call, [next(rest) if place in read else None for place in range(len(specs))])
     contraction = contraction_of(call.chain)
     return [
-        gradient.new_empty(gradient.shape if spec[0] is None else spec[0], dtype=spec[1])
-        if place > 1
-        else contraction.empty_gradient(place, given, gradient, kept)
+        plans.empty_gradient(spec, gradient) if place > 1 else contraction.empty_gradient(place, given, gradient, kept)
         for place, spec in enumerate(specs)
         if spec is not None
     ]

@@ -64,10 +64,7 @@ def make_backward(
     def write(stand_ins):
         dy, *others = stand_ins
         given, kept = Arguments.of(call, others[: len(tensors)]), others[len(tensors) :]
-        found = [
-            each and torch.empty(dy.shape if each[0] is None else each[0], dtype=each[1], device=dy.device)
-            for each in wanted[2:]
-        ]
+        found = [each and empty_gradient(each, dy) for each in wanted[2:]]
         channels = dy.shape[-1 if call.chain.has_rows else 1]
         written = [
             None if each is None else _memory_of(step, each, channels) for step, each in zip(steps, found, strict=True)
@@ -77,6 +74,13 @@ def make_backward(
         return [each for each, is_wanted in zip((*of_matrices, *found), wanted, strict=True) if is_wanted]
 
     return _made([gradient, *tensors, *kept], write)
+
+
+def empty_gradient(spec: Any, gradient: Tensor) -> Tensor:
+    """Memory for the gradient that a spec of ``ops.operators`` is of; ``gradient`` is the result's."""
+    sizes, dtype = spec
+    shape = gradient.shape if sizes is None else [gradient.shape[0] if size == -1 else size for size in sizes]
+    return torch.empty(shape, dtype=dtype, device=gradient.device)
 
 
 def make_statistics(call: Call, tensors: Sequence[Tensor | None]) -> Plan:
@@ -110,7 +114,7 @@ def make_sums(
         image, dy = as_volume(arguments.input), as_volume(dy)
         samples, channels, _ = image.shape
         factors = torch.empty(2, samples, channels, dtype=torch.float32, device=image.device)
-        gradients = [each and torch.empty(each[0], dtype=each[1], device=dy.device) for each in wanted[2:-1]]
+        gradients = [each and empty_gradient(each, dy) for each in wanted[2:-1]]
         written = [
             None if each is None else _memory_of(step, each, channels)
             for step, each in zip(steps, gradients, strict=True)

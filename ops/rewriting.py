@@ -28,7 +28,19 @@ from ops import (
     precision,
 )
 from ops.chain import opened
-from ops.graph_nodes import CONTRACTIONS, CONVOLUTIONS, NORMS, Surroundings, bound, example, memory, name_of, writes
+from ops.graph_nodes import (
+    CONTRACTIONS,
+    CONVOLUTIONS,
+    NORMS,
+    Surroundings,
+    bound,
+    depends_on_data,
+    example,
+    has_shape,
+    memory,
+    name_of,
+    writes,
+)
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
 
@@ -102,6 +114,9 @@ def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[R
                 or getattr(example(given["input"]), "dtype", None) not in precision.KERNEL_DTYPES
             ):
                 continue
+            if depends_on_data(node):
+                node.meta.setdefault(REFUSAL, "a size depends on data")
+                continue
             opens = compiles and kind == "group_norm" and open_norms.has_pixels(example(node))
             contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
             starts = [contraction] if kinds is CONTRACTIONS else beginnings(node, given, opens)
@@ -139,7 +154,7 @@ def _may_add_bias_apart(node: Node, compiles: bool) -> bool:
     a GPU PyTorch adds it in a kernel of its own, except for depthwise ones."""
     kind, given = bound(node)
     stays = node.target in CONVOLUTIONS or (compiles and kind.startswith("conv") and not pays.stays_closed(kind, given))
-    if not stays or not _comes_to_group_norm(node):
+    if not stays or depends_on_data(node) or not _comes_to_group_norm(node):
         return False
     values, (weight, bias) = example(node), map(example, _weight_and_bias(node))
     are_plain = isinstance(bias, torch.Tensor) and all(hasattr(each, "fake_mode") for each in (values, weight, bias))
@@ -234,12 +249,12 @@ class _Writer:
 
     def operand_in_rows(self, node: Node, values: torch.Size, dimensions: int) -> Node:
         """The operand of a matrix of values of this shape."""
-        shape, channels = example(node).shape, values[-dimensions:]
-        own = (1,) * (dimensions - len(shape)) + tuple(shape[-dimensions:])
-        is_vector = own == tuple(channels) and shape.numel() == channels.numel()
-        if is_vector or shape.numel() == 1:
+        shape = example(node).shape
+        own = (1,) * (len(values) - len(shape)) + tuple(shape)
+        is_vector = own == (1,) * (len(values) - dimensions) + tuple(values[-dimensions:])
+        if is_vector or all(size == 1 for size in own):
             return self.call(torch.ops.aten.reshape.default, node, [-1] if is_vector else [])
-        if shape != values:
+        if not has_shape(node, values):
             raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
         return self.in_rows(node, dimensions)
 
@@ -304,6 +319,9 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     if growth.contraction == "linear" and kind == "group_norm" and values.ndim != 2:
         raise ValueError("the norm's channels are not the last dimension")
     in_rows = kind == "layer_norm" and not growth.contraction
+    axis = -dimensions if in_rows else -1 if growth.contraction == "linear" else 1
+    if not all(type(size) is int for size in values.shape[axis:][: max(1, dimensions)]):
+        raise ValueError("the number of channels is open")  # a plan's
 
     def shaped(operand: Node) -> Node:
         if in_rows:

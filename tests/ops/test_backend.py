@@ -112,6 +112,7 @@ def test_products_that_inductor_goes_on_with(function, dtype, chains, handed):
         ({"mode": "default"}, {}),
         ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
         ({"options": {"max_autotune": True}}, {"max_autotune": True}),
+        ({"options": {"max-autotune": True}}, {"max_autotune": True}),  # as torch.compile itself takes it
     ],
     ids=str,
 )
