@@ -6,6 +6,7 @@ outlive the process.
 """
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -192,12 +193,12 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """[*, columns] as a matrix [rows, columns] of any strides, copied where it has to be."""
-    return tensor if tensor.ndim == 2 else _viewed(tensor, (tensor.shape[:-1].numel(), tensor.shape[-1]))
+    return tensor if tensor.ndim == 2 else _viewed(tensor, (math.prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def as_volume(tensor: torch.Tensor) -> torch.Tensor:
     """View or copy as [B, C, S]: samples, channels and pixels. The pixels are all further dimensions."""
-    return _viewed(tensor, (*tensor.shape[:2], tensor.shape[2:].numel()))
+    return _viewed(tensor, (*tensor.shape[:2], math.prod(tensor.shape[2:])))
 
 
 def _viewed(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

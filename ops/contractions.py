@@ -5,6 +5,7 @@ the contraction's kernel, where that can, or by ``ops.passes``.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -49,7 +50,7 @@ class Contraction:
         output = self._empty(given, given.result_dtype)
         if not (training and self.keeps(given)):
             return [output]
-        groups = len(given.input) * given.call.num_groups
+        groups = given.input.shape[0] * given.call.num_groups
         return [output, given.input.new_empty(2, groups, dtype=torch.float32)]
 
     def _empty(self, given: Arguments, dtype: torch.dtype) -> Tensor:
@@ -76,7 +77,7 @@ class Contraction:
         return _lying_as(given, self._z_gradient(given, dy, [given.input, *kept], gradients)), None
 
     def _keeps_statistics(self, call: Call, z: Tensor) -> bool:
-        return bool(call.chain.norm) and passes.keeps_statistics(call, z.shape[1], z.shape[2:].numel())
+        return bool(call.chain.norm) and passes.keeps_statistics(call, z.shape[1], math.prod(z.shape[2:]))
 
     def _readable(self, call: Call, tensor: Tensor) -> Tensor:
         """A tensor of z's shape, copied where ``passes`` cannot read it as it lies: images in any memory format, all
@@ -84,7 +85,7 @@ class Contraction:
         if not call.chain.has_rows and self._keeps_statistics(call, tensor):
             with contextlib.suppress(RuntimeError):  # no view has all pixels in one dimension
                 for each in (tensor, torch.empty_like(tensor)):
-                    each.view(*each.shape[:2], each.shape[2:].numel())
+                    each.view(*each.shape[:2], math.prod(each.shape[2:]))
                 return tensor
         return contiguous(tensor)
 
@@ -132,7 +133,7 @@ class Linear(Contraction):
         if training and self.keeps(given):
             results.append(given.input.new_empty(*lead, N))
         if training and passes.keeps_statistics(given.call, N):
-            groups = given.input.shape[:-1].numel() * given.call.num_groups
+            groups = math.prod(given.input.shape[:-1]) * given.call.num_groups
             results.append(results[0].new_empty(2, groups, dtype=torch.float32))
         return results
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ops
 from tests.ops.opened import Opened
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -52,6 +53,43 @@ def test_batches(name, sizes):
         gradients = (torch.autograd.grad(each.square().sum(), inputs) for each in (result, expected))
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
         assert len(compiled.chains) == chains and len(compiled.graphs) == 2
+
+
+MATRIX, TAPS = draw(8, 8), draw(8, 8, 3, 3)
+WIDE = draw(8194, 4)
+add, mul, silu = (getattr(ops.pointwise, name) for name in ("add", "mul", "silu"))
+FUNCTIONS = {
+    "residual": (lambda x, y: ops.layer_norm(x, 8, before=(add(y),)), [(3, 8), (3, 8)]),
+    "vector": (lambda x: ops.layer_norm(x, 8, after=(mul(CHANNELS),)), [(8,)]),
+    "sample": (lambda x, t: ops.group_norm(x, 4, before=(add(t),)), [(8, 4, 4), (8,)]),
+    "sample behind": (lambda x, t: ops.group_norm(x, 4, after=(mul(t),)), [(8, 4, 4), (8, 1, 1)]),
+    "product": (lambda x, y: ops.linear_layer_norm(x, MATRIX, None, after=(add(y), silu())), [(8,), (8,)]),
+    "wide groups": (lambda x: ops.linear_group_norm(x, WIDE, None, 1), [(4,)]),
+    "row minimum": (lambda x: ops.linear_group_norm_min(x, MATRIX, None, 4, CHANNELS, CHANNELS), [(8,)]),
+    "convolution": (lambda x, t: ops.conv2d_group_norm(x, TAPS, None, 4, before=(add(t),)), [(8, 5, 5), (8,)]),
+}
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [*((name, (8, 5)) for name in FUNCTIONS), *((name, (3, 8)) for name in FUNCTIONS if name != "wide groups")],
+)
+def test_functions(name, sizes):
+    """The same of this project's functions under any compiler."""
+    function, shapes = FUNCTIONS[name]
+    compiled = torch.compile(function, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for size in sizes:
+        inputs = [draw(size, *shape, seed=size) for shape in shapes]
+        for each in inputs:
+            torch._dynamo.mark_dynamic(each, 0)
+        result, expected = compiled(*inputs), function(*inputs)
+        assert torch.equal(result, expected)
+        for found, other in zip(
+            *(torch.autograd.grad(y.square().sum(), inputs) for y in (result, expected)), strict=True
+        ):
+            assert torch.equal(found, other)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 CHANNELS_OPEN = {
