@@ -308,6 +308,8 @@ def _casts(user: Node, value: Node, dtype: torch.dtype) -> bool:
 
 def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     """The chain in words, and the node that has its result, of this dtype."""
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
     kind, norm = growth.norm or ("", {})
     given, input = growth.given, growth.given["input"]
     of_norm: tuple = (norm.get("weight"), norm.get("bias")) if kind else ()
@@ -319,9 +321,6 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     if growth.contraction == "linear" and kind == "group_norm" and values.ndim != 2:
         raise ValueError("the norm's channels are not the last dimension")
     in_rows = kind == "layer_norm" and not growth.contraction
-    axis = -dimensions if in_rows else -1 if growth.contraction == "linear" else 1
-    if not all(type(size) is int for size in values.shape[axis:][: max(1, dimensions)]):
-        raise ValueError("the number of channels is open")  # a plan's
 
     def shaped(operand: Node) -> Node:
         if in_rows:
@@ -342,6 +341,11 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
         of_family = _FAMILIES[growth.contraction, kind and "group_norm"]
         chain, _, numbers = of_family.bind(*map_arg((row, of_norm, before, after), example))
     row = (*row, *_nodes(before), *of_norm, *_nodes(after), growth.bias)
+    axis = -dimensions if in_rows else -1 if growth.contraction == "linear" else 1
+    if not all(map(is_concrete_int, values.shape[axis:][:dimensions])):
+        trained = (example(growth.value),) if growth.opens else map(example, row[2:])
+        if any(getattr(each, "requires_grad", False) for each in trained):
+            raise ValueError("the number of channels is open")  # which stands in the words of vectors' gradients
     convolves = growth.contraction in convolution.IS_TRANSPOSED
     geometry = convolution.in_order(growth.contraction, example(given["weight"]), given) if convolves else ()
     text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype, growth.opens)

@@ -94,23 +94,27 @@ def test_functions(name, sizes):
 
 CHANNELS_OPEN = {
     "group norm": (lambda x, w: F.silu(F.group_norm(x, 4, w)), lambda n: [(2, n, 4, 4), (n,)]),
-    "linear": (lambda x, w: F.silu(F.linear(x, w)), lambda n: [(4, 8), (n, 8)]),
+    "linear": (lambda x, w: F.silu(F.linear(x, w, w[:, 0])), lambda n: [(4, 8), (n, 8)]),
     "layer norm": (lambda x, w: F.silu(F.layer_norm(x, w.shape, w)), lambda n: [(3, n), (n,)]),
 }
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", CHANNELS_OPEN)
-def test_channels(name):
-    """An open number of channels, which a plan is made for, leaves the norm or product to the compiler."""
+def test_channels(name, trains):
+    """An open number of channels, which the words of gradients have, leaves the norm or product to the compiler."""
     function, shapes = CHANNELS_OPEN[name]
     compiled = Opened(function)
     for size in (8, 16):
-        x, weight = (draw(*shape, seed=size).detach() for shape in shapes(size))
+        x, weight = (draw(*shape, seed=size).requires_grad_(trains) for shape in shapes(size))
         torch._dynamo.mark_dynamic(weight, 0)
         if name != "linear":
             torch._dynamo.mark_dynamic(x, 1)
-        torch.testing.assert_close(compiled(x, weight), function(x, weight), rtol=1e-4, atol=1e-5)
-    assert compiled.chains == [] and len(compiled.graphs) == 1
+        result = compiled(x, weight)
+        torch.testing.assert_close(result, function(x, weight), rtol=1e-4, atol=1e-5)
+        if trains:
+            result.square().sum().backward()
+    assert len(compiled.chains) == (not trains) and len(compiled.graphs) == 1 + trains
 
 
 BY_DATA = {
