@@ -103,8 +103,8 @@ def bound(node: Node) -> tuple[str, dict[str, Any]]:
         matrix = _transposed(given.get("weight"))
         return ("linear", {**given, "weight": matrix}) if matrix else ("", {})
     if kind == "addmm":
-        matrix, shape = _transposed(given.get("second")), getattr(example(given["input"]), "shape", ())
-        is_bias = matrix and shape == example(matrix).shape[:1]
+        matrix = _transposed(given.get("second"))
+        is_bias = matrix and has_shape(given["input"], example(matrix).shape[:1])
         return ("linear", {"input": given["first"], "weight": matrix, "bias": given["input"]}) if is_bias else ("", {})
     return kind, given
 

@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import hashlib
 import math
 import multiprocessing
@@ -208,6 +209,7 @@ class Mutant:
 
     key: str
     file: str
+    line: int
     start: int
     end: int
     text: str
@@ -233,7 +235,7 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
                 occurrences[name] += 1
                 span = offset(old.lineno, old.col_offset), offset(old.end_lineno, old.end_col_offset)
                 text = f"({text})" if isinstance(old, ast.expr) else text
-                found.append(Mutant(f"{name}, {occurrences[name]}]", file, *span, text))
+                found.append(Mutant(f"{name}, {occurrences[name]}]", file, old.lineno, *span, text))
         for name, value in ast.iter_fields(node):
             # Nor are there mutants of an error's text: the statement stands for it.
             if name in ("annotation", "returns", "decorator_list", "exc", "msg"):
@@ -253,6 +255,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
+@functools.cache
 def changed_lines(file: str, since: str) -> set[int]:
     """The numbers of a file's lines that a commit has not."""
     command = ["git", "diff", "--unified=0", since, "--", file]
@@ -261,18 +264,14 @@ def changed_lines(file: str, since: str) -> set[int]:
     return {int(first) + place for first, count in hunks for place in range(int(count or 1))}
 
 
-def all_mutants(tree: Path, since: str = "") -> dict[str, list[Mutant]]:
-    """By stratum; with ``since``, those in lines that this commit has not."""
+def all_mutants(tree: Path) -> dict[str, list[Mutant]]:
+    """By stratum."""
     found: dict[str, list[Mutant]] = {stratum: [] for stratum in STRATA}
     for path in sorted(tree.glob("*/*.py")):
         file = path.relative_to(tree).as_posix()
         strata = [name for name, (_, patterns) in STRATA.items() if matches(file, patterns)]
         if strata and not matches(file, LEFT_OUT):
-            source = path.read_bytes()
-            lines = changed_lines(file, since) if since else set()
-            for each in mutants_of(file, source):
-                if not since or source.count(b"\n", 0, each.start) + 1 in lines:
-                    found[strata[0]].append(each)
+            found[strata[0]] += mutants_of(file, path.read_bytes())
     return found
 
 
@@ -376,10 +375,13 @@ def main() -> int:
     lines = (ROOT / "tests" / "mutants.txt").read_text().splitlines()
     explained = dict(line.split(" => ") for line in lines if not line.startswith("#"))
     known = all_mutants(ROOT)
-    in_question = all_mutants(ROOT, options.since) if options.since else known
+    changed = {
+        stratum: [each for each in mutants if not options.since or each.line in changed_lines(each.file, options.since)]
+        for stratum, mutants in known.items()
+    }
     drawn = {
         stratum: [mutant for mutant in mutants if options.only in mutant.key]
-        for stratum, mutants in draw(in_question, options.seed, options.count).items()
+        for stratum, mutants in draw(changed, options.seed, options.count).items()
     }
     mutants = sum(drawn.values(), [])
     if options.list:
