@@ -99,7 +99,8 @@ TESTS = {
     "ops/submodules.py": ["ops/test_changed_submodules.py"],
     "autotune_configs/tables.py": ["autotune_configs/test_lookup.py"],
     "autotune_configs/*.py": [
-        f"autotune_configs/test_{name}.py" for name in ("chains", "cli", "cli_check", "cli_sharing", "workloads")
+        f"autotune_configs/test_{name}.py"
+        for name in ("chains", "cli", "cli_check", "cli_endings", "cli_sharing", "workloads")
     ],
 }
 
