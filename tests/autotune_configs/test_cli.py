@@ -14,13 +14,9 @@ from autotune_configs import gpus, reporting, tables
 from autotune_configs.chains import CHAINS
 from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import KERNELS
-from autotune_configs.problem import Problem
 from autotune_configs.sweep import Result
-from tests.autotune_configs.commands import CPU_TABLE, ROOT, refused, run
+from tests.autotune_configs.commands import CPU_TABLE, PROBLEM, ROOT, SMALL, refused, run
 from tests.autotune_configs.entries import FIRST, GPU, entry
-
-PROBLEM = Problem("group_norm", "bfloat16", (4, 32, 8))
-SMALL = ["sweep", "--names", "group_norm", "--dtypes", "bfloat16", "--shapes"]
 
 
 def test_sweep_and_show(folder, capsys):

@@ -17,13 +17,9 @@ from autotune_configs import __main__ as program
 from autotune_configs import commands as cli
 from autotune_configs import tables
 from autotune_configs.command_line import run_command
-from autotune_configs.problem import Problem
 from autotune_configs.sweep import DeviceLost
-from tests.autotune_configs.commands import CPU_TABLE, ROOT, run
+from tests.autotune_configs.commands import CPU_TABLE, ROOT, SMALL, run
 from tests.autotune_configs.entries import GPU, entry
-
-PROBLEM = Problem("group_norm", "bfloat16", (4, 32, 8))
-SMALL = ["sweep", "--names", "group_norm", "--dtypes", "bfloat16", "--shapes"]
 
 
 def test_a_gpu_that_is_lost(folder, capsys, monkeypatch):
