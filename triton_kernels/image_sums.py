@@ -99,32 +99,47 @@ def added_parts(
     KINDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The strips' sums [BLOCK_C] together, for each of KINDS that is wanted."""
-    totals = ()
-    for i in tl.static_range(len(KINDS)):
-        total = tl.zeros((BLOCK_T, c.shape[0]), tl.float32)
-        if i < 2 or (KINDS[i] == "vector" and targets[i] is not None):
-            for first in tl.range(0, strips, BLOCK_T, num_stages=1):
-                strip = first + tl.arange(0, BLOCK_T)
-                inside = (strip < strips)[:, None] & real[None, :]
+    """The strips' sums [BLOCK_C] together, for each of KINDS that is wanted.
+
+    All loads of a block come before the first sum: the device waits for this program, which pays one latency so.
+    """
+    totals = no_sums(tl.zeros((c.shape[0],), tl.float32), KINDS)
+    for first in tl.range(0, strips, BLOCK_T, num_stages=1):
+        strip = first + tl.arange(0, BLOCK_T)
+        inside = (strip < strips)[:, None] & real[None, :]
+        loaded, found = (), ()
+        for i in tl.static_range(len(KINDS)):
+            if i < 2 or (KINDS[i] == "vector" and targets[i] is not None):
                 source = partials + (strip.to(tl.int64)[:, None] * len(KINDS) + i) * channels + c[None, :]
-                total += tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
-        totals = totals + (tl.sum(total, 0),)
+                loaded = loaded + (tl.load(source, mask=inside, other=0.0, cache_modifier=".cg"),)
+            else:
+                loaded = loaded + (totals[i][None, :],)
+        for i in tl.static_range(len(KINDS)):
+            found = found + (totals[i] + tl.sum(loaded[i], 0),)
+        totals = found
     return totals
 
 
 @triton.jit
 def add_up_samples(targets, totals, samples, c, real, channels, KINDS: tl.constexpr, BLOCK_T: tl.constexpr):
     """totals[i] [C] = the sum over the samples of targets[i] [B, C], in float64: there are few of them."""
+    sums = no_sums(tl.zeros((c.shape[0],), tl.float64), KINDS)
+    for first in tl.range(0, samples, BLOCK_T, num_stages=1):
+        sample = first + tl.arange(0, BLOCK_T)
+        inside = (sample < samples)[:, None] & real[None, :]
+        loaded, found = (), ()
+        for i in tl.static_range(len(KINDS)):  # as in added_parts
+            if totals[i] is not None:
+                source = targets[i] + sample.to(tl.int64)[:, None] * channels + c[None, :]
+                loaded = loaded + (tl.load(source, mask=inside, other=0.0, cache_modifier=".cg"),)
+            else:
+                loaded = loaded + (sums[i][None, :],)
+        for i in tl.static_range(len(KINDS)):
+            found = found + (sums[i] + tl.sum(loaded[i].to(tl.float64), 0),)
+        sums = found
     for i in tl.static_range(len(KINDS)):
         if totals[i] is not None:
-            total = tl.zeros((BLOCK_T, c.shape[0]), tl.float64)
-            for first in tl.range(0, samples, BLOCK_T, num_stages=1):
-                sample = first + tl.arange(0, BLOCK_T)
-                source = targets[i] + sample.to(tl.int64)[:, None] * channels + c[None, :]
-                inside = (sample < samples)[:, None] & real[None, :]
-                total += tl.load(source, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float64)
-            result = tl.sum(total, 0).to(tl.float32)  # there is no conversion from float64 to 16 bits
+            result = sums[i].to(tl.float32)  # there is no conversion from float64 to 16 bits
             tl.store(totals[i] + c, result.to(totals[i].dtype.element_ty), mask=real)
 
 
@@ -295,7 +310,7 @@ def image_sums(
         CHAIN=chain,
         ADDS_UP=adds_up,
         BLOCK_T=min(next_power_of_2(parts.strips), max(1, 1024 * config.num_warps // parts.block_c)),
-        BLOCK_B=min(next_power_of_2(B), max(1, 512 * config.num_warps // parts.block_c)),
+        BLOCK_B=min(next_power_of_2(B), max(1, 1024 * config.num_warps // parts.block_c)),
         BLOCK_J=min(next_power_of_2(group_size), max(1, 2048 // parts.lanes)),
     )
     if not adds_up:
