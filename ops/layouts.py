@@ -43,6 +43,8 @@ _LAYOUT_FREE = {
     *("aten::native_group_norm", "aten::native_group_norm_backward", "aten::native_layer_norm", "aten::_softmax"),
     *("aten::index", "aten::_unsafe_index", "aten::where", "aten::full_like", "aten::index_put", "aten::flip"),
 }
+#: Pads whose derivatives are no kernels of Inductor's. Decoders of U-Nets call them for all sizes, mostly by nothing.
+_PADS = {f"aten::replication_pad{dims}d" for dims in (1, 2, 3)}
 #: Those that return a view where there is one.
 _VIEWS = {
     *("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::permute", "aten::transpose", "aten::expand"),
@@ -57,6 +59,9 @@ def lay_out(graph: Graph) -> None:
     for node in is_open:
         _read_before_casts(node)
     if is_open:
+        for node in list(graph.nodes):
+            if _name(node).removesuffix("_backward") in _PADS and not any(node.args[-1]):
+                _leave_out(node)
         _Pass(graph, _around(is_open)).run()
         for node in is_open:  # as Inductor lets operators have the strides of these
             node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
@@ -107,6 +112,15 @@ def _read_before_casts(node: Node) -> None:
             source = source.args[0]
         if source is not image:
             node.replace_input_with(image, source)
+
+
+def _leave_out(pad: Node) -> None:
+    """Let a copy take the place of a pad by nothing, whose first argument is the image or its gradient."""
+    value, source = pad.meta["val"], pad.args[0].meta["val"]
+    if value.is_contiguous() or value.stride() == source.stride():
+        format = torch.contiguous_format if value.is_contiguous() else torch.preserve_format
+        pad.target, pad.args = aten.clone.default, pad.args[:1]
+        pad.kwargs = {"memory_format": format}
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

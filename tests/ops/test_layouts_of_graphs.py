@@ -106,6 +106,7 @@ THEN = {
     "upsampling": lambda net, x, y: net.second(F.interpolate(y, scale_factor=2)),
     "bilinear": lambda net, x, y: net.second(F.interpolate(y, scale_factor=2, mode="bilinear")),
     "padding": lambda net, x, y: F.pad(net.second(F.pad(y, (1, 1, 1, 1), mode="reflect")), (0, 1)),
+    "no padding": lambda net, x, y: F.pad(net.second(F.pad(y, (0,) * 4, "replicate")), (0,) * 4, "replicate"),
     "depthwise": lambda net, x, y: F.conv2d(y, net.second.weight[:, :1], groups=16),
     "transposed": lambda net, x, y: F.conv_transpose2d(y, net.second.weight, stride=2),
     "softmax": lambda net, x, y: net.second(y).softmax(1),
@@ -261,3 +262,19 @@ def test_open_sizes():
         x = torch.randn(2, 4, size, size)
         torch.testing.assert_close(opened(x), net(x), rtol=1e-4, atol=1e-5, check_stride=True)
     assert len(opened.graphs) <= 2
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_pads_by_nothing(width):
+    """U-Nets pad what is concatenated, by nothing for most sizes. PyTorch's operator of its gradient is not called for
+    that, and convolutions on both sides lie as channels_last."""
+
+    def then(net, x, y):
+        padded = F.pad(net.first(x), (width, 0, 0, 0), "replicate")[..., :8]
+        return net.second(torch.cat((y[:, :8], padded[:, :8]), 1))
+
+    opened = check(Net(then), torch.randn(2, 4, 8, 8))
+    assert ("aten.replication_pad2d_backward.default" in opened.names()) == bool(width)
+    convolutions = opened.nodes("aten.convolution_backward.default")
+    given = [each.meta["val"] for node in convolutions for each in node.args[:3]]
+    assert width or all(each.is_contiguous(memory_format=torch.channels_last) for each in given)
