@@ -22,7 +22,8 @@ from autotune_configs.command_line import Parser, called_as, positive
 from autotune_configs.compositions import composition, is_composition, kernels_of
 from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS, Kernel, kernel_of
+from autotune_configs.kernel import Kernel
+from autotune_configs.kernels import KERNELS, kernel_of
 from autotune_configs.precompile import Precompiler
 from autotune_configs.problem import Problem
 from triton_kernels.device import INTERPRETED

@@ -220,7 +220,8 @@ def heuristic_image_sums_config(
     """Many small programs that each have a whole unit of groups (``Parts``), where there are enough of these.
 
     The best of some twenty settings at each of ten images of 1 to 100 MB: in bfloat16 within 4% of the best, with ReLU
-    and with SiLU after the norm (H200). In float32 these were measured with an older kernel, and few images of it.
+    and with SiLU after the norm (H200; or the best of a hundred with ReLU, where an H100 is named). In float32 these
+    were measured with an older kernel, and few images of it.
     """
     if layout.startswith(CHANNELS_LAST):
         config = _channels_last_sums(kernel, element_size, samples * channels, channels, pixels, gpu)
@@ -287,10 +288,9 @@ def _row_statistics(pixels: int, gpu: Gpu) -> ImageSumsConfig:
 def _row_sums(element_size: int, of_samples: int, pixels: int, gpu: Gpu) -> ImageSumsConfig:
     """``of_samples``: the channels of all samples."""
     programs = 2 * gpu.multiprocessors
-    if pixels <= 64 and of_samples >= _MANY_ROWS:  # 64 x 1024 x 8 x 8: 18 us on an H100, in tiles of whole rows 23
-        return ImageSumsConfig(32, 32, 2, programs=programs)
-    if pixels <= 64:  # whole rows. 2 x 1280 x 8 x 8: 8.2 us on an H100, in tiles of 32 of 32 pixels 8.8
-        return ImageSumsConfig(64, 64, 8, programs=programs)
+    if pixels <= 64:  # H100: 64 x 1024 x 8 x 8 18 us, in whole rows 23; 2 x 1280 x 8 x 8 in whole rows 8.2, else 8.8
+        tile = (32, 32, 2) if of_samples >= _MANY_ROWS else (64, 64, 8)
+        return ImageSumsConfig(*tile, programs=programs)
     if of_samples * pixels < _SMALL:  # 2 x 320 x 64 x 64: 8.0 us, with 128 pixels 8.8; in float32 13.1 and 11.7
         of_floats = ImageSumsConfig(16, 128, programs=2 * programs)
         return of_floats if element_size == 4 else ImageSumsConfig(16, 256, programs=programs)

@@ -11,7 +11,8 @@ import numpy as np
 
 from autotune_configs import tables
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import Config, Kernel, LinearKernel, kernel_of
+from autotune_configs.kernel import Config, Kernel
+from autotune_configs.kernels import LinearKernel, kernel_of
 from autotune_configs.problem import ELEMENT_SIZES, Problem
 from autotune_configs.tables import Entry
 

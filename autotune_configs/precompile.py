@@ -14,7 +14,7 @@ from subprocess import CalledProcessError
 import torch
 
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import Config
+from autotune_configs.kernel import Config
 from autotune_configs.machine import fault_of_machine, is_killed
 from autotune_configs.offline import compile_launches, compiled_anew, tell_of_damaged_cache
 from autotune_configs.problem import Problem

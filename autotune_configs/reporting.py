@@ -17,7 +17,8 @@ from autotune_configs import sweep
 from autotune_configs.chains import CHAINS, DTYPES, PASSES
 from autotune_configs.command_line import INTERRUPTED
 from autotune_configs.gpus import KNOWN, Gpu
-from autotune_configs.kernels import KERNELS, Config, kernel_of
+from autotune_configs.kernel import Config
+from autotune_configs.kernels import KERNELS, kernel_of
 from autotune_configs.lookup import Found
 from autotune_configs.precompile import Launch, Precompiler
 from autotune_configs.problem import Problem

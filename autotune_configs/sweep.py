@@ -26,7 +26,8 @@ import triton
 from autotune_configs import lookup, tables
 from autotune_configs.files import locked
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import Config, kernel_of
+from autotune_configs.kernel import Config
+from autotune_configs.kernels import kernel_of
 from autotune_configs.machine import fault_of_machine
 from autotune_configs.offline import compiled_anew, tell_of_damaged_cache
 from autotune_configs.problem import Problem

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from autotune_configs.chains import CHAINS
-from autotune_configs.kernels import Config
+from autotune_configs.kernel import Config
 from autotune_configs.problem import Problem
 from triton_kernels import chains, group_norm, image_group_norm, image_sums, reference, row_minimum
 from triton_kernels.built_in import NUMBERS
