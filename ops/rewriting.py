@@ -91,7 +91,9 @@ def graphs(module: GraphModule) -> list[GraphModule]:
 
 def _reason_to_leave(growth: Growth) -> str:
     """Why a chain is left in a graph that runs as it is: on a GPU, if it is not faster as a call of its own."""
-    return pays.reason_for_pytorch(*growth.saved) if example(growth.value).is_cuda else ""
+    value = example(growth.value)
+    host = pays.CAPTURED_STEP if value.requires_grad else pays.CAPTURED_CALL
+    return pays.reason_for_pytorch(*growth.saved, host) if value.is_cuda else ""
 
 
 def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[Rewritten]:

@@ -84,19 +84,25 @@ TESTS = {
     "ops/[afmopr]*.py": CHAINS,
     "ops/calls.py": CHAINS,
     "ops/checks.py": ["ops/test_module_options.py", "ops/test_numbers.py"],
-    "ops/chain.py": ["ops/test_autocast.py", "test_layouts.py", *CHAINS],
+    "ops/chain.py": ["ops/test_autocast.py", "ops/test_open_norms.py", "test_layouts.py", *CHAINS],
     "ops/*conv*.py": [
         f"ops/test_{name}.py"
         for name in ("conv_transpose2d_gelu_group_norm", "conv2d_group_norm", "direct_convolution", "operators")
     ],
     "ops/contractions.py": CHAINS,
+    "ops/fingerprint.py": ["ops/test_compile_caches.py"],
+    "ops/layouts.py": ["ops/test_layouts_of_graphs.py"],
+    "ops/operators.py": ["ops/test_transforms.py"],
     "ops/passes.py": ["ops/test_conv_transpose2d_gelu_group_norm.py", "test_shapes.py"],
+    "ops/pays.py": ["ops/test_backend.py", "ops/test_fuse_pays.py"],
     "ops/plan*.py": ["ops/test_plan.py", "ops/test_plans.py"],
     "ops/precision.py": ["ops/test_autocast.py", "ops/test_gemm.py", "ops/test_saved_tensors.py"],
     "ops/products.py": ["ops/test_gemm.py"],
     "ops/reference.py": ["ops/test_gradcheck.py"],
     "ops/sibling_packages.py": ["ops/test_public_names.py"],
     "ops/submodules.py": ["ops/test_changed_submodules.py"],
+    "autotune_configs/kernel.py": ["autotune_configs/test_kernels.py"],
+    "autotune_configs/siblings.py": ["autotune_configs/test_scripts.py"],
     "autotune_configs/tables.py": ["autotune_configs/test_lookup.py"],
     "autotune_configs/*.py": [
         f"autotune_configs/test_{name}.py"
@@ -107,7 +113,7 @@ TESTS = {
 #: What has these names sets how long a call takes, not what it computes: sizes of blocks, limits found by timing; and
 #: text.
 SPEED = re.compile(
-    r"num_warps|num_stages|flatten|maxsize|_?(block|group_m|rows_per)(_\w+)?|_?(BLOCK|GROUP_M|ROWS_PER)(_\w+)?"
+    r"num_warps|num_stages|programs|flatten|maxsize|_?(block|group_m|rows_per)(_\w+)?|_?(BLOCK|GROUP_M|ROWS_PER)(_\w+)?"
     r"|(FEWEST|SHALLOWEST)_\w+|_NEAR|_WORTHWHILE|_MARGIN|_ENDS|_FLOPS|_\w+_TILES|help"
 )
 #: Likewise: promises to the compiler.
@@ -178,7 +184,9 @@ def changes(node: Any) -> Iterator[tuple[str, Any, Any]]:
                     swapped = [*arguments[:place], two, one, *arguments[place + 2 :]]
                     yield f"arguments {place} and {place + 1} swapped", node, changed(args=swapped)
             for keyword in keywords:
-                if keyword.arg and not SPEED.fullmatch(keyword.arg):
+                # The interpreter, too, has 0 where a load's mask is off.
+                is_default = keyword.arg == "other" and ast.unparse(keyword.value) in ("0", "0.0")
+                if keyword.arg and not SPEED.fullmatch(keyword.arg) and not is_default:
                     gone = {keyword.arg} | ({"other"} if keyword.arg == "mask" else set())  # which needs the mask
                     left = [each for each in keywords if each.arg not in gone]
                     yield f"{keyword.arg} removed", node, changed(keywords=left)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autotune_configs import gpus
 from autotune_configs.gpus import KNOWN, Gpu
 from triton_kernels.device import SHARED_MEMORY
 
@@ -84,3 +85,10 @@ def test_without_a_gpu():
 
 def test_file_name_has_no_folder():
     assert "/" not in Gpu("AMD/NVIDIA X", 90, 1, 1).file_name
+
+
+def test_float32_products_of_few_rows_or_terms(monkeypatch):
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_ROWS", 512)
+    monkeypatch.setattr(gpus, "SHALLOWEST_FLOAT32", 256)
+    assert not gpus.float32_by_cublas(512, 256)
+    assert gpus.float32_by_cublas(511, 256) and gpus.float32_by_cublas(512, 255)

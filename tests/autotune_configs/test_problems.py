@@ -1,6 +1,7 @@
 """The problems that a sweep lists are those that a call looks up, forward and backward."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -113,6 +114,19 @@ def test_of_the_chain_of_images(asked, dtype, memory_format):
     weight = torch.randn(16, 16, 3, 3, dtype=image.dtype)
     called = looked_up(asked, lambda *tensors: ops.conv_transpose2d_gelu_group_norm(*tensors, None, 2), image, weight)
     assert called and called <= set(CHAINS["l19"].problems(sizes, dtype, PASSES, Gpu.of(CPU)))
+
+
+def test_of_gradients_in_the_other_memory_format(asked):
+    """All that a sweep lists of a backward pass over images is what some call looks up."""
+    formats = torch.contiguous_format, torch.channels_last
+    for mine, its in itertools.product(formats, formats):
+        image = torch.randn(2, 16, 7, 8).bfloat16().contiguous(memory_format=mine).requires_grad_()
+        result = ops.group_norm(image, 2, after=(p.silu(),))
+        result.backward(torch.randn_like(result).contiguous(memory_format=its))
+    listed = CHAINS["l19"].problems((2, 16, 16, 5, 6, 3), "bfloat16", ("backward",), Gpu.of(CPU))
+    assert {problem.layout for problem in listed if problem.kernel == "image_sums"} == {
+        problem.layout for problem in asked if problem.kernel == "image_sums"
+    }
 
 
 def test_an_entry_that_holds_groups(asked, monkeypatch):

@@ -104,6 +104,19 @@ def test_products_that_inductor_goes_on_with(function, dtype, chains, handed):
     assert [str(node.target) for node in handed.graphs[0].graph.nodes].count("normfuse.chain.default") == chains
 
 
+@pytest.mark.parametrize("function, chains", [(lambda x: x + 1, 0), (lambda x: x.cumsum(1), 1)], ids=["sum", "other"])
+def test_a_residual_stream(function, chains, handed):
+    """A layer norm of what Inductor computes on the way is left to it, where that is used elsewhere too."""
+
+    def forward(x):
+        x = function(x)
+        return x + nn.functional.layer_norm(x, (8,)).cumsum(1)
+
+    input = torch.randn(4, 8)
+    torch.testing.assert_close(torch.compile(forward, backend="normfuse")(input), forward(input))
+    assert [str(node.target) for node in handed.graphs[0].graph.nodes].count("normfuse.chain.default") == chains
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "given, expected",

@@ -2,6 +2,7 @@
 
 import torch
 
+import ops
 from ops import precision, products
 from triton_kernels.chains import LINEAR_GROUP_NORM_HARDTANH as CHAIN
 
@@ -19,3 +20,9 @@ def test_a_product_of_cublass_normalises_nothing(monkeypatch):
     monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *arguments: asked.append(arguments) or True)
     assert products.fused_config(CHAIN, input, weight, 16, (bias, None)) is None
     assert asked == [(input, 96, bias, None)]
+
+
+def test_what_it_is_written_as():
+    """What it consists of, and not by what compiled graphs know it."""
+    chain = ops.Chain("linear", after=(ops.pointwise.relu()[0],))
+    assert repr(chain).startswith("Chain(contraction='linear'") and "fingerprint" not in repr(chain)

@@ -1,12 +1,14 @@
 """Promise: on a GPU ``fuse`` takes the chains that are faster on the wall at their sizes, and tells why it leaves the
 others; ``everything=True`` takes all."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ops import pays
+from ops import pays, rewriting
 from ops.fuse import FusedChain, LeftChain, fuse
 from ops.rewriting import rewrite
 
@@ -112,7 +114,17 @@ def test_what_is_saved(forward, passes, launches, monkeypatch):
     monkeypatch.setattr(pays, "reason_for_pytorch", lambda *saved: seen.append(saved) or "left")
     (found,) = graph_of(forward, (2, 8, 4, 4))
     image = 2 * 8 * 4 * 4 * 2
-    assert seen == [(passes * image, launches)] and found.left == "left"
+    assert seen == [(passes * image, launches, pays.CAPTURED_CALL)] and found.left == "left"
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_the_host_takes(trains):
+    """More where a gradient is wanted. (Dynamo has no such tensors of a GPU that is not there.)"""
+    with FakeTensorMode():
+        value = torch.empty(2, device="cuda", requires_grad=trains)
+    growth = SimpleNamespace(value=value, saved=(pays.BYTES_PER_SECOND * 1e-4, 0))
+    reason = rewriting._reason_to_leave(growth)
+    assert ("the call takes the host 260 us more" in reason) if trains else reason == ""
 
 
 def test_a_left_chain_is_left_whole(monkeypatch):

@@ -1,9 +1,11 @@
 """Promise: graphs that Inductor compiles call the plans' own functions, and no call gets a plan that is not its own."""
 
+import re
 import sys
 
 import pytest
 import torch
+from torch import nn
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code, tensor_is_aligned
 
 import ops
@@ -79,6 +81,34 @@ def test_training(function, wanted):
         for each, other in zip(found, expected, strict=True):
             assert torch.equal(each, other)
     assert [call.__name__ for call in inductor.calls.values()] == ["run", "run"]
+
+
+class Block(nn.Module):
+    """A convolution, a product of its channels, which are last, and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.first, self.last = nn.Conv2d(8, 8, 1), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        y = self.first(self.conv(x).permute(0, 2, 3, 1))
+        return x + self.last(nn.functional.gelu(y)).permute(0, 3, 1, 2)
+
+
+def test_products_are_of_matrices():
+    """What has four dimensions, near a convolution, Inductor would copy to channels_last and back."""
+    torch.manual_seed(0)
+    model, input = Block(), torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last)
+
+    def step(function):
+        return torch.autograd.grad(function(input).square().sum(), model.parameters())
+
+    gradients, code = run_and_get_code(step, compiled(model))
+    torch.testing.assert_close(gradients, step(model))
+    assert [re.findall(r"torch.float32\[([^]]*)]", line)[0] for line in calls_in(code)] == [
+        "30, 8, 8, 1, 0",  # the input
+        "30, 16, 16, 1, 0",  # the gradient
+    ]
 
 
 def test_equal_calls_share_a_plan(made):

@@ -138,6 +138,15 @@ def test_namesake_of_one_file(tmp_path, name):
     assert "AssertionError" not in result.stderr
 
 
+@pytest.mark.parametrize("name", ["triton_kernels", "autotune_configs"])
+def test_namesake_that_is_no_python(tmp_path, name):
+    """Of another version of it, say."""
+    fake_package(tmp_path, name)
+    (tmp_path / name / "__init__.py").write_text("print 'hello'\n")
+    result = python("import ops", tmp_path)
+    assert f"ImportError: ops needs the package {name!r} of the normfuse distribution" in result.stderr
+
+
 def test_missing_sibling(tmp_path):
     """``ops`` alone, without its siblings, says what it lacks."""
     (tmp_path / "ops").symlink_to(REPOSITORY / "ops")

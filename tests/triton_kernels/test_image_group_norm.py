@@ -115,6 +115,14 @@ def test_statistics(size, config, format):
         assert_statistics_match(statistics, values.double().view(samples * num_groups, -1), eps=eps)
 
 
+def test_statistics_of_many_parts():
+    """More than are merged at a time: each pixel of 64 groups of a channel is a part, whose means differ."""
+    config = ImageSumsConfig(64, 1, num_warps=1, programs=64)
+    values = in_format(normal(1, 64, 40) + torch.arange(40.0), "channels_last")
+    statistics = statistics_kernels.image_statistics(values, 64, 1e-5, config, NORM, operands_of(NORM))
+    assert_statistics_match(statistics, values[0].double())
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_statistics_of_activated_values(name):
     """What lies past the last channel and pixel is activated too, and must not be counted."""
