@@ -174,13 +174,19 @@ def test_float32_images_that_are_not_finite(format, value):
 def test_more_pixels_than_int32_counts(format, monkeypatch):
     """The last images of a batch whose result has more than 2**31 elements are those of the same images alone.
 
-    Bit by bit, so with settings that do not depend on the batch, as a table's do and the heuristic's strips, and with
-    them the order of sums.
+    Bit by bit, so with settings and a number of programs for each image that do not depend on the batch, as the
+    heuristic's do, and with them the order of sums.
     """
     batch, last, needed = 520, 3, 60 * 2**30
     monkeypatch.setattr(lookup, "_entries", lambda gpu: {})
-    heuristic = kernels.heuristic_image_config
-    monkeypatch.setattr(kernels, "heuristic_image_config", lambda name, _, *sizes: heuristic(name, last, *sizes))
+    passes, sums = kernels.heuristic_image_config, kernels.heuristic_image_sums_config
+
+    def sums_of_last(name, size, images, *others):
+        config = sums(name, size, last, *others)
+        return dataclasses.replace(config, programs=config.programs * images // last)
+
+    monkeypatch.setattr(kernels, "heuristic_image_config", lambda name, _, *sizes: passes(name, last, *sizes))
+    monkeypatch.setattr(kernels, "heuristic_image_sums_config", sums_of_last)
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed} bytes of free GPU memory, has {torch.cuda.mem_get_info()[0]}")
