@@ -169,7 +169,7 @@ def image_problems(sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], 
         ("forward", "convolution", taps, convolutions),
         ("forward", "image_statistics", images, both),
         ("forward", "image_group_norm", images, (*both, mixed[0])),
-        ("backward", "image_sums", images, (*both, *mixed)),
+        ("backward", "image_sums", images, (*both, mixed[1])),
         ("backward", "image_group_norm_backward", images, both),
     )
     return [
