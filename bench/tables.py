@@ -226,9 +226,16 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "models_kernels": partial(_ways_table, WAY_KERNELS),
     "models_failures": _failures,
 }
+#: README has room for one device: the one whose models were measured last.
+_OF_ONE_DEVICE = {"models_main"}
 _OPENING, _CLOSING = "<!-- table: {} -->", "<!-- /table -->"
 #: A table's name, and its end. That is empty where the next table, or the page's end, comes first.
 _PLACE = re.compile(r"<!-- table: ([^>]*) -->.*?(<!-- /table -->|(?=<!-- table:)|\Z)", re.DOTALL)
+
+
+def _measured_last(results: DeviceResults) -> float:
+    """When its models were, in seconds."""
+    return max([run.date.timestamp() for run in runs_of(results.models)], default=0.0)
 
 
 def fill_tables(text: str, devices: Sequence[DeviceResults], page: Path) -> str:
@@ -240,7 +247,8 @@ def fill_tables(text: str, devices: Sequence[DeviceResults], page: Path) -> str:
             raise BadResult(f"{page}: no table is called {name!r}; there are {', '.join(TABLES)}")
         if not place[2]:
             raise BadResult(f"{page}: no {_CLOSING} behind {_OPENING.format(name)}")
-        tables = [table for results in devices if (table := TABLES[name](results))]
+        shown = sorted(devices, key=_measured_last)[-1:] if name in _OF_ONE_DEVICE else devices
+        tables = [table for results in shown if (table := TABLES[name](results))]
         return "\n\n".join([_OPENING.format(name), *(tables or [NOT_MEASURED]), _CLOSING])
 
     return _PLACE.sub(filled, text)

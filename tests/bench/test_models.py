@@ -418,6 +418,16 @@ def test_main_table(results):
     ]
 
 
+def test_main_table_is_of_one_device(results, tmp_path):
+    """Of the one that was measured last, wherever it stands."""
+    later = write(tmp_path / "later.jsonl", [model_rows()], "models", "NVIDIA A", date="2099-01-01T00:00:00+00:00")
+    (other,) = read_all([later])
+    for devices in [results, other], [other, results]:
+        text = table("models_main", devices)
+        assert "NVIDIA A, " in text and "H200" not in text and text.count("| model |") == 1
+        assert "NVIDIA A, " in table("models", devices) and "H200" in table("models", devices)
+
+
 def test_tables(results):
     times, costs, kernels = (table(name, [results]) for name in ("models", "models_costs", "models_kernels"))
     identity = "| resnet50_gn | autocast channels_last | training | 64x3x224x224 | normfuse |"
