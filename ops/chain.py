@@ -93,6 +93,10 @@ class Chain(triton_kernels.chain.Chain):
         vars(self).update(names=tuple(names), **of_graphs, _data=data, _prepared=plans.Kept())  # the class is frozen
         by_text.setdefault(self.text, self)
 
+    def _changed(self, *changes: Callable[[Pointwise], Pointwise]) -> triton_kernels.chain.Chain:
+        """What kernels compute for other dtypes is no chain of a user's: its functions have no names of their own."""
+        return self._data._changed(*changes)
+
     def __call__(
         self,
         input: Tensor,

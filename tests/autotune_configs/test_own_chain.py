@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import autotune_configs
+import ops
 from autotune_configs import lookup, tables
 from autotune_configs.chains import linear_problems
 from autotune_configs.gpus import Gpu
@@ -16,6 +17,7 @@ from autotune_configs.kernels import kernel_of
 from autotune_configs.problem import Problem
 from autotune_configs.sweep import sweep_and_store, time_on_host
 from autotune_configs.workloads import workload_of
+from ops import pointwise as p
 from tests.autotune_configs.commands import run
 from tests.autotune_configs.entries import GPU, SECOND, entry, linear_problem
 from triton_kernels.chain import Chain, chain_of
@@ -41,6 +43,15 @@ SILU = Pointwise("swish", silu, silu_gradient, lambda value, _: F.silu(value))
 CHAIN = Chain("linear", after=(MUL, SILU, HARDTANH, replace(ADD, operand="tensor")))
 KERNEL = "linear_group_norm_mul_vector_swish_hardtanh_add_tensor"
 SIZES = (8, 32, 64)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("step", [p.silu, p.gelu, p.sigmoid, p.tanh, p.mish], ids=lambda step: step.__name__)
+def test_chains_of_operators_in_every_dtype(step, dtype):
+    """A sweep's workload has the functions that a call of this dtype has, of other names than theirs in words."""
+    chain = ops.Chain("linear", after=(step()[0],))
+    problem = Problem(chain.kernel, dtype, (16, 64, 64, 16), "highest" if dtype == "float32" else None)
+    assert workload_of(problem, torch.device("meta"))
 
 
 def test_problems():
