@@ -1,5 +1,6 @@
 """``torch.compile(model, backend="normfuse")``: chains become calls of this project's, Inductor compiles all else."""
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ _PASSES = {"joint_custom_pre_pass": layouts.lay_out, "joint_custom_post_pass": l
 def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
     """The pass behind the user's own. PyTorch's caches know it by its uuid."""
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     others = getattr(config, name) if others is None else others
     passes = [others] if callable(others) else list(others or ())
@@ -69,7 +70,7 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            return (get_hash_for_files((layouts.__file__,), change.__name__), *known) if all(known) else None
+            return (inspect.getsource(layouts), change.__name__, *known) if all(known) else None  # from an archive, too
 
     return Pass()
 
