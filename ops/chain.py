@@ -232,7 +232,7 @@ class Chain(triton_kernels.chain.Chain):
             with precision.without_autocast(input.device):
                 return open_norms.apply(call, row)
         if key is None:
-            return _in_rows(call, row) if self.contraction == "linear" else operators.run(call, row)
+            return operators.run(call, row)
         wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in row]
         with precision.without_autocast(input.device):
             plan = plans.make_forward(call, row, any(wanted))
@@ -433,20 +433,6 @@ torch.library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.impl("normfuse::chain", "CompositeImplicitAutograd", call_in_graph)
-
-
-def _in_rows(call: Call, row: tuple) -> Tensor:
-    """The call's result, of matrices. Inductor takes what has four dimensions for images: near a convolution it would
-    copy it to channels_last and back."""
-    shape = row[0].shape[:-1]
-    if len(shape) < 2:
-        return operators.run(call, row)
-    is_tensor = [step.operand == "tensor" for step in call.chain.steps if step.has_tensor]
-    pairs = zip(row, (True, False, *is_tensor, False), strict=True)
-    result = operators.run(
-        call, tuple([each.flatten(0, -2) if flat and each is not None else each for each, flat in pairs])
-    )
-    return result.view(*shape, result.shape[-1])
 
 
 @functools.cache

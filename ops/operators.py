@@ -354,8 +354,22 @@ def refuse_transforms(name: str) -> None:
 
 
 def run(call: Call, tensors: Sequence[Any]) -> Tensor:
-    """The result of a call that something of PyTorch's may see."""
+    """The result of a call that something of PyTorch's may see.
+
+    A Linear chain's operators get matrices: near a convolution, Inductor takes what has four dimensions for images, and
+    would copy it to channels_last and back.
+    """
     refuse_transforms(call.name)
+    shape = tensors[0].shape[:-1]
+    if call.chain.contraction != "linear" or len(shape) < 2:
+        return _run(call, tensors)
+    is_tensor = [step.operand == "tensor" for step in call.chain.steps if step.has_tensor]
+    pairs = zip(tensors, (True, False, *is_tensor, False), strict=True)
+    result = _run(call, [each.flatten(0, -2) if flat and each is not None else each for each, flat in pairs])
+    return result.view(*shape, result.shape[-1])
+
+
+def _run(call: Call, tensors: Sequence[Any]) -> Tensor:
     training = torch.is_grad_enabled() and any(each.requires_grad for each in present(tensors))
     arguments = call.text_in_graph, present(tensors), training
     if training and contraction_of(call.chain).keeps(Arguments.of(call, tensors)):
