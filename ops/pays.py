@@ -19,22 +19,25 @@ CAPTURED_CALL = 48e-6
 #: The same with its backward pass: the least that a chain took in layers of BERT (260 us), ViT-B (370) and ConvNeXt
 #: (630) under autocast, on the same host.
 CAPTURED_STEP = 260e-6
+#: How much longer the host takes for a product with what follows than for what Inductor makes of it (DiT-XL's, H200).
+DIRECT_CALL = 9e-6
 
 
-def reason_for_pytorch(moved: float, launches: int, host: float = CAPTURED_CALL) -> str:
-    """Why a chain is left to PyTorch's layers, in words; "" where a fused call is faster on the wall.
+def reason_for_pytorch(moved: float, launches: int, host: float = CAPTURED_CALL, others: str = "PyTorch") -> str:
+    """Why a chain is left to PyTorch's layers, or to ``others``, in words; "" where a call is faster on the wall.
 
     Args:
         moved: The bytes that the layers move and the call does not.
         launches: The kernels that they launch and it does not.
         host: How much longer it takes the host, in seconds.
+        others: What runs the chain without a call.
     """
     saved = moved / BYTES_PER_SECOND + launches * LAUNCH
     if saved > host:
         return ""
     return (
-        f"left to PyTorch: {moved / 1e6:.1f} MB and {launches} launches would be saved, some {saved * 1e6:.0f} us, "
-        f"and the call takes the host {host * 1e6:.0f} us more"
+        f"left to {others}: {moved / 1e6:.1f} MB {f'and {launches} launches ' if launches else ''}would be saved, some "
+        f"{saved * 1e6:.0f} us, and the call takes the host {host * 1e6:.0f} us more"
     )
 
 
@@ -42,10 +45,24 @@ def reason_for_compiler(chain: Growth) -> str:
     """Why a chain is left to a compiler, in words; "" where it is not."""
     if chain.contraction and not stays_closed(chain.contraction, chain.given):
         return "left to the compiler: a norm of images behind PyTorch's convolution is faster than both as one call"
-    if not _is_computed_either_way(chain):
-        return ""
-    moved = sum(map(size_of, (example(chain.start), example(chain.given.get("weight")), example(chain.value))))
-    return f"left to the compiler: {moved / 1e6:.1f} MB would be moved either way"
+    start, value = example(chain.start), example(chain.value)
+    is_product = chain.contraction == "linear" and not chain.norm and start.dtype.itemsize == 2
+    # In training, a product's backward pass is one kernel less.
+    is_inferred = is_product and value.is_cuda and not value.requires_grad
+    if _is_computed_either_way(chain) or (is_inferred and _has_pass_of_its_own(chain)):
+        moved = sum(map(size_of, (start, example(chain.given.get("weight")), value)))
+        return f"left to the compiler: {moved / 1e6:.1f} MB would be moved either way"
+    return reason_for_pytorch(chain.saved[0], 0, DIRECT_CALL, "the compiler") if is_inferred else ""
+
+
+def _has_pass_of_its_own(chain: Growth) -> bool:
+    """Whether what follows a product is in no kernel with it: in 16 bits cuBLAS computes some."""
+    values = [example(each) for each in (chain.given["input"], chain.given["weight"], chain.given.get("bias"))]
+    shapes = [each.shape for each in values if each is not None]
+    if not all(type(size) is int for shape in shapes for size in shape):
+        return False
+    input, weight, bias = values
+    return precision.multiplies_by_cublas(input.flatten(0, -2), len(weight), bias)
 
 
 def stays_closed(contraction: str, given: dict[str, Any]) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ops import pays, rewriting
+from ops import pays, precision, rewriting
 from ops.fuse import FusedChain, LeftChain, fuse
-from ops.rewriting import rewrite
+from ops.rewriting import REFUSAL, rewrite
 
 NORM = "group_norm -> silu"
 
@@ -80,12 +80,13 @@ def test_on_the_cpu_all_are_taken():
     assert len(report.chains) == 1 and report.left == ()
 
 
-def graph_of(forward, *arguments):
+def graph_of(forward, *arguments, **options):
     """Dynamo's graph of a function of fake tensors on a GPU, and what the rewriter says of it."""
     found = []
 
     def take(graph, inputs):
-        found.extend(rewrite(graph))
+        found.extend(rewrite(graph, **options))
+        found.extend(node.meta[REFUSAL] for node in graph.graph.nodes if options and REFUSAL in node.meta)
         return graph.forward
 
     with FakeTensorMode(), torch.no_grad():
@@ -125,6 +126,27 @@ def test_what_the_host_takes(trains):
     growth = SimpleNamespace(value=value, saved=(pays.BYTES_PER_SECOND * 1e-4, 0))
     reason = rewriting._reason_to_leave(growth)
     assert ("the call takes the host 260 us more" in reason) if trains else reason == ""
+
+
+@pytest.mark.parametrize(
+    "rows, by_cublas, reason",
+    [
+        (4096, False, ""),  # 2 x 4096 x 4096 x 2 bytes
+        (8, False, "left to the compiler: 0.1 MB would be saved, some 0 us, and the call takes the host 9 us more"),
+        (4096, True, "left to the compiler: 100.7 MB would be moved either way"),  # three matrices
+    ],
+    ids=["large", "few rows", "by cuBLAS"],
+)
+def test_products_in_inference(rows, by_cublas, reason, monkeypatch):
+    """In 16 bits the compiler gets those whose call takes the host longer than it saves."""
+    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_: by_cublas)
+
+    def forward(x, w):
+        return F.linear(F.gelu(F.linear(x, w)), w).softmax(1)
+
+    found = graph_of(forward, (rows, 4096), (4096, 4096), compiles=True)
+    expected = [reason or "linear -> add -> gelu"]
+    assert [getattr(each, "chain", each) for each in found] == expected
 
 
 def test_a_left_chain_is_left_whole(monkeypatch):
