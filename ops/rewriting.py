@@ -25,6 +25,7 @@ from ops import (
     open_norms,
     pays,
     pointwise,
+    pooling,
     precision,
 )
 from ops.chain import opened
@@ -101,6 +102,7 @@ def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[R
         return  # of torch.func, which does not know the chains
     if compiles:
         interpolation.rewrite(graph)
+        pooling.rewrite(graph)
     for node in graph.nodes:
         _without_shapes(node)
         if compiles and node.target is torch.ops.normfuse.chain.default:

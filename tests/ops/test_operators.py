@@ -115,6 +115,7 @@ def test_operators():
         "backward.one",
         "chain",
         "interpolate",
+        "max_pool",
         "statistics",
         "sums",
     }
