@@ -5,10 +5,12 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
 import triton
+from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.errors import PTXASError
 
 from autotune_configs import precompile
@@ -64,6 +66,25 @@ def test_no_process_that_compiles(monkeypatch):
     assert isinstance(fault, OSError) and "no process compiles" in str(fault)
 
 
+def test_no_thread_that_compiles(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with Precompiler(GPU, 1) as precompiler:
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="can't start new thread"):
+            patched.setattr(threading.Thread, "start", fail)
+            precompiler.compile([(FINE, FIRST)])
+        monkeypatch.setattr(precompile, "compile_config", compile_config)
+        assert precompiler.compile([(FINE, FIRST)]) == {(FINE, FIRST): (8, None)}
+
+
+def wrapped(error):
+    """As Triton's code generator raises it, from within a function that the kernel calls."""
+    outer, inner = (triton.CompilationError("", None, None) for _ in range(2))
+    outer.__cause__, inner.__context__ = inner, error
+    return outer
+
+
 def raised(error, within=None):
     def fail(*arguments):
         try:
@@ -85,11 +106,18 @@ OF_MACHINE = {
     "ptxas cannot write": (PTXASError("Output file 'x' could not be opened"), None, "could not be opened"),
     "ptxas is killed": (PTXASError("`ptxas` failed with error code -9"), KILL, "-9"),
     "what ptxas wrote is damaged": (subprocess.CalledProcessError(255, ["cuobjdump"]), None, "cuobjdump"),
+    "memory in a kernel's function": (wrapped(MemoryError()), None, "Cannot allocate memory"),
+    "disk in a kernel's function": (wrapped(OSError(errno.EIO, "Input/output error")), None, "Input/output error"),
+    "space in a kernel's function": (wrapped(NO_SPACE), None, "[Errno 28] No space left on device"),
+    "within two of them": (wrapped(wrapped(OSError(errno.EROFS, "Read-only file system"))), None, "Read-only"),
+    "threads": (RuntimeError("can't start new thread"), None, "can't start new thread"),
+    "threads in a kernel's function": (wrapped(RuntimeError("can't start new thread")), None, "thread"),
     "PyTorch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), None, "allocate"),
 }
 OF_THE_CONFIG = {
     "ptxas crashes": (PTXASError("`ptxas` raised SIGSEGV"), CRASH),
     "not in Triton's language": (triton.CompilationError("", None, "out of bounds"), None),
+    "not in a kernel's function": (wrapped(AssertionError("out of bounds")), None),
     "resources": (triton.OutOfResources(300000, 232448, "shared memory"), None),
     "anything else": (ValueError("block_n must be a power of 2"), None),
 }
@@ -119,6 +147,17 @@ def test_what_the_cache_has_damaged_is_compiled_again(monkeypatch):
     with pytest.warns(RuntimeWarning, match="Triton's cache in .* was damaged: linear_bias .* is compiled again"):
         assert precompile.compile_config(FINE, FIRST, GPU) == (4, None)
     assert not triton.knobs.compilation.always_compile
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_fault_within_the_code_generator(tmp_path, monkeypatch, number):
+    error = MemoryError() if number == errno.ENOMEM else OSError(number, os.strerror(number))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    linear_kernel.device_caches.clear()
+    monkeypatch.setattr(CodeGenerator, "visit_Assign", raised(error))
+    _, fault = precompile.compile_config(linear_problem(m=16, n=64, k=64), FIRST, GPU)
+    assert isinstance(fault, OSError) and fault.errno == number
 
 
 @pytest.mark.offline

@@ -151,6 +151,13 @@ def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
     assert stored() == {}
 
 
+def wrapped(error):
+    """As Triton's interpreter raises it."""
+    outer = RuntimeError("in the interpreter")
+    outer.__cause__ = error
+    return outer
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -158,7 +165,9 @@ def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
         PermissionError(errno.EACCES, "Permission denied"),
         OSError(errno.EMFILE, "Too many open files"),
         MemoryError(),
+        wrapped(MemoryError()),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("can't start new thread"),
         subprocess.CalledProcessError(1, ["gcc"], stderr="no space"),
     ],
     ids=str,
