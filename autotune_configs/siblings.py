@@ -1,7 +1,14 @@
 """Tell this project's packages from other projects' packages of the same names, without importing them."""
 
 import importlib.util
+import os
 import sys
+
+
+def called_as(package: str) -> str:
+    """How the user called this program: by a console script, or ``python -m package``."""
+    script = os.path.basename(sys.argv[0])
+    return script if script.startswith("normfuse-") else f"python -m {package}"
 
 
 def complaint(*names: str) -> str | None:

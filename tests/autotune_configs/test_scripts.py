@@ -1,4 +1,4 @@
-"""The console script ``normfuse-bench``."""
+"""How the programs start: which packages they run with, and what they say of others."""
 
 import compileall
 import functools
@@ -48,16 +48,24 @@ def test_own_bench():
     assert result.returncode == 0 and "Check the chains against float64" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("name", ["bench", "ops", "triton_kernels"])
-def test_package_of_another_project(name, tmp_path):
+module = functools.partial(script, "bench/__main__.py", "bench.__main__:main")
+
+
+@pytest.mark.parametrize(
+    "run, called, name",
+    [
+        *((bench, "normfuse-bench", name) for name in ("bench", "ops", "triton_kernels")),
+        *((module, "python -m bench", name) for name in ("autotune_configs", "ops", "triton_kernels")),
+    ],
+)
+def test_package_of_another_project(run, called, name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("raise SystemExit('it was imported')")
-    result = bench("--help", first=tmp_path)
+    result = run("--help", first=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith(
-        f"normfuse-bench: needs the package {name!r} of the normfuse distribution, but found"
-    )
+    assert result.stderr.startswith(f"{called}: needs the package {name!r} of the normfuse distribution, but found")
     assert str(tmp_path) in result.stderr and "it was imported" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("code", ["", "__distribution__ = 'an'", "(", None], ids=["empty", "its own", "broken", "none"])
@@ -93,6 +101,17 @@ def test_a_chain_of_a_module_in_the_current_folder(tmp_path):
     assert result.returncode == 0 and "linear_group_norm_silu,bfloat16" in result.stdout, result.stderr
     beside = autotune(*arguments)
     assert beside.returncode == 2 and "No module named 'my_model'" in beside.stderr
+
+
+def test_a_module_of_another_projects_ops(tmp_path):
+    """The one in the current folder, which comes before this project's."""
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "__init__.py").touch()
+    (tmp_path / "my_model.py").write_text("import ops\nCHAIN = ops.Chain('linear')\n")
+    result = autotune("show", "--gpu", "h200", "--names", "my_model:CHAIN", folder=tmp_path)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    told = "'my_model:CHAIN' cannot be imported: module 'ops' has no attribute 'Chain'; it needs the package 'ops'"
+    assert told in result.stderr and "ops/__init__.py, which is another project's" in result.stderr
 
 
 def python(code: str, root: Path) -> subprocess.CompletedProcess:
