@@ -1,8 +1,11 @@
 """How the programs start: which packages they run with, and what they say of others."""
 
 import compileall
+import errno
 import functools
+import importlib.machinery
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -11,6 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from autotune_configs import siblings
+from ops.sibling_packages import require_own_siblings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,6 +163,63 @@ def test_compiled_files_alone(tmp_path):
     for run in (bench, autotune):
         result = run("--help", root=tmp_path)
         assert result.returncode == 2 and result.stderr.endswith(f": {told}\n") and len(result.stderr.splitlines()) == 1
+
+
+#: How a fault of the machine reaches who reads a package: where it is looked for, its code read, or its source.
+READS = {
+    "the folder": ("FileFinder", "find_spec"),
+    "the code": ("SourceFileLoader", "get_code"),
+    "the source": ("SourceFileLoader", "get_data"),
+}
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["autotune_configs", "triton_kernels"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_package_that_cannot_be_read(read, name, number, monkeypatch):
+    """The fault is told as what it is, and not as another project's package."""
+    finder, method = read
+    of_python = getattr(getattr(importlib.machinery, finder), method)
+
+    def fail(self, read, *arguments):
+        if read == name or read.endswith(os.path.join(name, "__init__.py")):
+            raise OSError(number, os.strerror(number), read)
+        return of_python(self, read, *arguments)
+
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(getattr(importlib.machinery, finder), method, fail)
+    told = siblings.complaint(name)
+    assert told.startswith(f"cannot read the package {name!r}: ") and os.strerror(number) in told
+    with pytest.raises(ImportError, match=f"^ops cannot read the package '{name}': .*{os.strerror(number)}"):
+        require_own_siblings()
+
+
+@pytest.mark.parametrize("damage", ["a folder without rights", "of another Python", "cut off"])
+def test_a_package_that_is_damaged(tmp_path, monkeypatch, damage):
+    folder = tmp_path / "triton_kernels"
+    folder.mkdir()
+    if damage == "a folder without rights":
+        stat = os.stat
+
+        def refuse(path, *arguments, **options):
+            if os.fspath(path).startswith(f"{folder}/"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return stat(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "stat", refuse)
+        monkeypatch.setattr(importlib._bootstrap_external, "_path_stat", refuse)
+        told = "Permission denied"
+    else:
+        source = folder / "__init__.py"
+        source.write_text("__distribution__ = 'normfuse'")
+        compiled = Path(py_compile.compile(source, folder / "__init__.pyc"))
+        content = compiled.read_bytes()
+        compiled.write_bytes(b"\0" * 4 + content[4:] if damage == "of another Python" else content[:20])
+        source.unlink()
+        told = "bad magic number" if damage == "of another Python" else "marshal data too short"
+    monkeypatch.delitem(sys.modules, "triton_kernels")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert re.match(f"cannot read the package 'triton_kernels': .*{told}", siblings.complaint("triton_kernels"))
 
 
 def test_the_lowest_versions_that_are_declared_are_tested():
