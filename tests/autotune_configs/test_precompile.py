@@ -160,8 +160,23 @@ def test_a_fault_within_the_code_generator(tmp_path, monkeypatch, number):
     assert isinstance(fault, OSError) and fault.errno == number
 
 
+#: Of a kernel, and of the group of its files: what is no object, and objects that lack what they should have.
+DAMAGED_JSON = {
+    "null for a group's json": b"null",
+    "a list for a group's json": b"[]",
+    "a list of paths in a group's json": b'{"child_paths": ["x"]}',
+    "null for a path in a group's json": b'{"child_paths": {"linear_kernel.json": null}}',
+    "null for a json": b"null",
+    "a number for a json": b"5",
+    "an empty json": b"{}",
+    "no backend's json": b'{"target": {"backend": "none", "arch": 90, "warp_size": 32}}',
+    "no name in a json": b'{"target": {"backend": "cuda", "arch": 90, "warp_size": 32}}',
+    "a deep json": b"[" * 100000,
+}
+
+
 @pytest.mark.offline
-@pytest.mark.parametrize("damage", ["cubin", "empty cubin", "missing cubin", "json", "source"])
+@pytest.mark.parametrize("damage", ["cubin", "empty cubin", "missing cubin", "json", "source", *DAMAGED_JSON])
 def test_a_damaged_cache(tmp_path, monkeypatch, damage):
     """The kernel is compiled again, and the cache is whole afterwards."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -173,12 +188,14 @@ def test_a_damaged_cache(tmp_path, monkeypatch, damage):
         return precompile.compile_config(problem, config, GPU)
 
     assert compiled() == (0, None)
-    (path,) = (path for path in tmp_path.glob(f"*/*.{damage.split()[-1]}") if not path.name.startswith("__grp__"))
+    paths = tmp_path.glob(f"*/*.{damage.split()[-1]}")
+    (path,) = (path for path in paths if path.name.startswith("__grp__") == ("group's" in damage))
     before = path.read_bytes()
     if damage == "missing cubin":
         path.unlink()
     else:
-        path.write_bytes({"empty cubin": b"", "source": b"\xff\xfe"}.get(damage, before[: len(before) // 2]))
+        contents = {"empty cubin": b"", "source": b"\xff\xfe", **DAMAGED_JSON}
+        path.write_bytes(contents.get(damage, before[: len(before) // 2]))
     warning = f"Triton's cache in {tmp_path} was damaged: {problem} is compiled again"
     triton_notices = damage == "missing cubin" and VERSION >= (3, 9)  # and compiles again by itself
     with contextlib.nullcontext() if triton_notices else pytest.warns(RuntimeWarning, match=warning):

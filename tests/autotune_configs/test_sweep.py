@@ -222,16 +222,28 @@ def test_a_heuristic_that_fails_is_tried_again(bench):
     assert GroupNormConfig(**result.entry.config) == BEST and not result.is_red
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), KeyError("x")])
-def test_a_kernel_that_was_cut_off_is_compiled_again(bench, monkeypatch, error):
-    fault = bench.fault
+@pytest.mark.parametrize("launch", ["fault", "launch_variants"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        KeyError("x"),
+        AttributeError("'NoneType' object has no attribute 'get'"),
+        TypeError("'NoneType' object is not subscriptable"),
+        RuntimeError("0 compatible backends for target (none)"),
+        RecursionError("maximum recursion depth exceeded"),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_was_cut_off_is_compiled_again(bench, monkeypatch, error, launch):
+    run_whole = getattr(bench, launch)
 
     def damaged(config):
         if config == BEST and not sweep.triton.knobs.compilation.always_compile:
             raise error
-        return fault(config)
+        return run_whole(config)
 
-    monkeypatch.setattr(bench, "fault", damaged)
+    monkeypatch.setattr(bench, launch, damaged)
     with pytest.warns(RuntimeWarning, match="Triton's cache in .* was damaged: group_norm bfloat16 1024x8192x32 is"):
         (result,) = run(bench)
     assert GroupNormConfig(**result.entry.config) == BEST
