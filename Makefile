@@ -4,6 +4,7 @@
 #   EVERY        of make test: one in so many of a test's cases, beside the first; 1 is all, as in CI (default 8, with PYTEST_ARGS 1)
 #   BENCH_ARGS   arguments for python -m bench, e.g. BENCH_ARGS="--chains l75 --dtypes bfloat16"
 #   TRITONS      of make matrix and versions, e.g. TRITONS=3.9.0
+#   OLDEST_PYTHON of make matrix and lowest (default python3.10, or PYTHON where there is none)
 #   SEED         of make exhaustive's random compositions and programs (default: the time)
 #   MUTANTS_ARGS arguments for scripts/mutants.py, e.g. MUTANTS_ARGS="--seed 2 --only ops/checks.py"
 
@@ -52,7 +53,7 @@ exhaustive: $(INSTALLED)
 		$(PYTEST_ARGS)
 
 # With the environment's Triton, what run-tests leaves: further architectures.
-matrix: versions
+matrix: versions lowest
 	$(PARALLEL) -m further
 
 # Each Triton in a folder of its own that comes before the environment's. 3.6's interpreter needs numpy before 2.4.

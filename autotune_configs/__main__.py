@@ -3,8 +3,8 @@
 import os
 import sys
 
-from autotune_configs.command_line import called_as, run_command
-from autotune_configs.siblings import complaint
+from autotune_configs.command_line import run_command
+from autotune_configs.siblings import called_as, complaint
 
 
 def main(arguments: list[str] | None = None) -> int:

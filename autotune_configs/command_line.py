@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 #: The exit status of a command that the user interrupts.
 INTERRUPTED = 128 + signal.SIGINT
@@ -27,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **options)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        lines = filter(None, map(str.strip, message.splitlines()))  # of what it quotes
+        self.exit(2, f"{self.prog}: {' '.join(lines)}\n")
 
 
 def run_command(command: Callable[[], int]) -> int:
@@ -57,12 +57,6 @@ def run_command(command: Callable[[], int]) -> int:
         for number in answered:
             signal.signal(number, signal.SIG_DFL)
     return 128 + received[0] if status == INTERRUPTED else status
-
-
-def called_as(package: str) -> str:
-    """How the user called this program: by a console script, or ``python -m package``."""
-    script = Path(sys.argv[0]).name
-    return script if script.startswith("normfuse-") else f"python -m {package}"
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:

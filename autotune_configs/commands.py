@@ -18,7 +18,7 @@ import triton
 
 from autotune_configs import command_line, lookup, reporting, sharing, sweep, tables
 from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain
-from autotune_configs.command_line import Parser, called_as, positive
+from autotune_configs.command_line import Parser, positive
 from autotune_configs.compositions import composition, is_composition, kernels_of
 from autotune_configs.files import locked, replace_file
 from autotune_configs.gpus import Gpu
@@ -26,6 +26,7 @@ from autotune_configs.kernel import Kernel
 from autotune_configs.kernels import KERNELS, kernel_of
 from autotune_configs.precompile import Precompiler
 from autotune_configs.problem import Problem
+from autotune_configs.siblings import called_as
 from triton_kernels.device import INTERPRETED
 
 #: Small shapes of the chains for Triton's interpreter, by the number of their sizes.

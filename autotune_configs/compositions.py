@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from autotune_configs.chains import CHAINS, DTYPES, PASSES, NamedChain
+from autotune_configs.siblings import complaint
 from triton_kernels.built_in import NAMED, NUMBERS, named
 from triton_kernels.chain import Chain
 from triton_kernels.grid import blocks_of
@@ -130,8 +131,13 @@ def _of_variable(text: str) -> tuple[Chain, int]:
         sys.path.insert(0, "")  # the current folder, which a script's path does not have
     try:
         chain = getattr(import_module(module), name)
-    except Exception as error:  # which a module may raise in any way
-        raise ValueError(f"{text!r} cannot be imported: {error or type(error).__name__}") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # which a module may raise in any way, and sys.exit another one
+        kind = type(error).__name__
+        reason = str(error) or kind if isinstance(error, Exception) else f"{kind}: {error}".removesuffix(": ")
+        told = complaint("ops")  # which the current folder may have in its place
+        raise ValueError(f"{text!r} cannot be imported: {reason}{f'; it {told}' if told else ''}") from None
     if not isinstance(chain, Chain):
         raise ValueError(f"{text!r} must be a Chain, got {type(chain).__name__}")
     return chain, num_groups if chain.norm else 1

@@ -16,6 +16,7 @@ from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import FileCacheManager
 
 from triton_kernels.device import SHARED_MEMORY
 
@@ -63,14 +64,21 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLa
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Within this context, Triton compiles each kernel that is launched, and what its cache has of it is replaced."""
+    """Within this context, Triton compiles each kernel that is launched, and what its cache has of it is replaced.
+
+    The list of a kernel's files is not read either: it may be the damaged one.
+    """
     run = triton.runtime.JITFunction.run
 
     def run_anew(self, *args, **kwargs):
         self.device_caches.clear()
         return run(self, *args, **kwargs)
 
-    with triton.knobs.compilation.scope(), mock.patch.object(triton.runtime.JITFunction, "run", run_anew):
+    with (
+        triton.knobs.compilation.scope(),
+        mock.patch.object(triton.runtime.JITFunction, "run", run_anew),
+        mock.patch.object(FileCacheManager, "get_group", lambda self, name: None),
+    ):
         triton.knobs.compilation.always_compile = True
         yield
 

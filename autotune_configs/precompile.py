@@ -81,6 +81,15 @@ class Precompiler(contextlib.ExitStack):
 
         Raises OSError where worker processes cannot be made.
         """
+        try:
+            return self._compile(launches, all_launches, on_compiled)
+        except Exception as error:
+            self._pool = None
+            if of_machine := fault_of_machine(error):
+                raise of_machine from error
+            raise
+
+    def _compile(self, launches: list[Launch], all_launches: bool, on_compiled: Callable) -> dict[Launch, Compiled]:
         if self._pool is None:
             self._pool = self.enter_context(WorkerPool(self._processes))
         found: dict[Launch, Compiled] = {}
@@ -98,9 +107,6 @@ class Precompiler(contextlib.ExitStack):
                 if launch not in found:
                     found[launch] = self._compile_alone(*launch, all_launches)
                     on_compiled(launch, found[launch][1])
-        except OSError:
-            self._pool = None
-            raise
         return {launch: found[launch] for launch in launches}
 
     def _compile_alone(self, problem: Problem, config: Config, all_launches: bool) -> Compiled:

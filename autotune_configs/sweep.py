@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -43,8 +44,8 @@ _WORTHWHILE = 0.99
 #: The most milliseconds that one timing takes, and the fewest calls that it makes even so.
 _LONGEST_TIMING = 2.0
 _FEWEST_CALLS = 3
-#: What CUDA says of a kernel that was cut off.
-_DAMAGED = "kernel image"
+#: What CUDA says of a kernel that was cut off, and Triton and Python of damaged JSON.
+_DAMAGED = ("kernel image", "compatible backends", "maximum recursion depth")
 #: Seconds to wait after the budget for another process that sweeps the same problem. It may have begun later, and takes
 #: a little longer than its own budget.
 _LONGER = 20.0
@@ -220,20 +221,24 @@ class Search:
     def _measure(self, config: Config) -> Outcome:
         """Raises OSError for a fault of the machine."""
         try:
-            try:
-                fault = self.workload.fault(config)
-            except (KeyError, ValueError, RuntimeError) as damage:
-                if isinstance(damage, RuntimeError) and _DAMAGED not in str(damage):
-                    raise
-                with compiled_anew():  # where the damage is Triton's cache's, that serves
-                    fault = self.workload.fault(config)
-                tell_of_damaged_cache(self.problem, damage)
-            if fault:
+            if fault := self._despite_damage(self.workload.fault, config):
                 return Outcome(config, reason=fault, is_wrong=True)
             return Outcome(config, ratio=1.0 if config == self.default else self._ratio(config, _ROUNDS)[0])
         except Exception as error:  # a compiler or a driver may refuse a config in any way
             _raise_if_of_machine(error)
             return Outcome(config, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    def _despite_damage(self, launch: Callable[[Config], Any], config: Config) -> Any:
+        """What ``launch`` returns. Where it fails by what Triton's cache has of the kernel, that is compiled again."""
+        try:
+            return launch(config)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as damage:
+            if isinstance(damage, RuntimeError) and not any(each in str(damage) for each in _DAMAGED):
+                raise
+            with compiled_anew():
+                result = launch(config)
+            tell_of_damaged_cache(self.problem, damage)
+            return result
 
     def _check_device(self, outcome: Outcome) -> None:
         if self.device.type == "cuda":
@@ -280,7 +285,7 @@ class Search:
         if self._resources is not None:
             return not self._resources.refused(self.problem, self.default, [config], all_launches=True)
         try:
-            self.workload.launch_variants(config)
+            self._despite_damage(self.workload.launch_variants, config)
         except Exception as error:  # a compiler or a driver may refuse a config in any way
             _raise_if_of_machine(error)
             return False

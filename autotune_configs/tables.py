@@ -161,15 +161,16 @@ def read_strictly(path: Path) -> tuple[Gpu, tuple[Entry, ...]]:
 
     Raises OSError if the file cannot be read, and ValueError if it is no table. One wrong value is enough for that.
     """
-    text = content(path)
     try:
-        table = json.loads(text)
+        table = json.loads(content(path))
         gpu = Gpu(**table["gpu"])
         name, *numbers = asdict(gpu).values()
         is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable()
         if not is_name or not all(map(_is_size, numbers)):
             raise ValueError(f"{str(table['gpu'])[:_LONGEST_NAME]!r} is no GPU")
         return gpu, tuple(map(Entry.from_json, table["entries"]))
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no table of configs ({type(error).__name__}: {error})") from error
 

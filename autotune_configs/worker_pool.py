@@ -3,6 +3,7 @@
 This module loads no torch: a worker that has just started can already be ended.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
@@ -29,7 +30,8 @@ class WorkerPool(ProcessPoolExecutor):
 
     def __exit__(self, *exception):
         self._writer.close()
-        self.shutdown(cancel_futures=True)
+        with contextlib.suppress(RuntimeError):  # of a pool whose thread could not be started
+            self.shutdown(cancel_futures=True)
         self._reader.close()
 
     def submit(self, function, /, *arguments, **options) -> Future:

@@ -3,6 +3,7 @@
 On the "meta" device the tensors have no memory. A launch there can be compiled without a GPU.
 """
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -33,6 +34,9 @@ _CHECKED_SAMPLES = 2
 _TOLERANCES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16}
 #: The error allowed for one element, as a multiple of the relative error times the root mean square of all.
 _OUTLIER = 64
+#: The error allowed for what is a difference, as a part of the arithmetic's relative error times what it is one of. It
+#: is less than the above, but where the difference is nothing or next to it, as gradients of norms of a few values are.
+_OF_TERMS = 2.0**-4
 
 
 #: What the vectors and tensors of some functions are around: so a product is no smaller than what it is made of, and no
@@ -80,16 +84,16 @@ class Workload(ABC):
         """What is wrong with the results of a launch, in a few words, or None."""
         self.poison(config)
         self.launch(config)
-        for result, expected in zip(self.results(config), self._expected, strict=True):
+        for result, expected, size_of_terms in zip(self.results(config), self._expected, self._sizes, strict=True):
             if not result.isfinite().all():
                 return "not everything is written"
             error = result[: len(expected)].double() - expected
-            mean_square = expected.square().mean().sqrt()
             tolerance = _TOLERANCES[self.precision or result.dtype]
-            relative = (error.square().mean().sqrt() / mean_square).item()
-            if not relative <= tolerance:
-                return f"wrong by {relative:.1e}"
-            if not (error.abs() <= tolerance * (4 * expected.abs() + _OUTLIER * mean_square)).all():
+            of_terms = _OF_TERMS * _TOLERANCES[self.precision or torch.float32] / tolerance
+            size = max(_size(expected), of_terms * size_of_terms)
+            if not (typical := _size(error)) <= tolerance * size:
+                return f"wrong by {typical / size if size else typical:.1e}"
+            if not (error.abs() <= tolerance * (4 * expected.abs() + _OUTLIER * size)).all():
                 return f"one element wrong by {error.abs().max().item():.1e}"
         return None
 
@@ -97,6 +101,11 @@ class Workload(ABC):
     def _expected(self) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
             return self.expected()
+
+    @functools.cached_property
+    def _sizes(self) -> list[float]:
+        """Those of what the expected results are differences of: their own, where that is not known."""
+        return list(map(_size, self._expected))
 
     def normal(self, *shape: int, layout: str = CONTIGUOUS) -> torch.Tensor:
         return self.empty(*shape, layout=layout).normal_(generator=self._generator)
@@ -110,8 +119,23 @@ class Workload(ABC):
         return torch.empty(shape, **options)
 
 
+def _size(values: torch.Tensor) -> float:
+    """The root mean square."""
+    return values.square().mean().sqrt().item()
+
+
+def _scaled(values: torch.Tensor, num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float):
+    """A group norm that takes no mean off, of constant deviations: what it and its gradients are differences of."""
+    groups = values.unflatten(1, (num_groups, -1)).flatten(2)
+    scaled = groups * (groups.detach().var(2, correction=0, keepdim=True) + eps).rsqrt()
+    weight, bias = (each.view(-1, *[1] * (values.ndim - 2)) for each in (weight, bias))
+    return scaled.view(values.shape) * weight + bias
+
+
 class ChainWorkload(Workload):
     """A chain of values with rows [M, N] or samples [M, N, ...], and its operands."""
+
+    norm: Callable[..., torch.Tensor] = staticmethod(reference.group_norm)
 
     def __init__(self, problem: Problem, device: torch.device, chain: Chain, M: int, N: int):
         super().__init__(problem, device)
@@ -131,7 +155,7 @@ class ChainWorkload(Workload):
         """The chain of z in float64, by PyTorch. ``last`` take the places of the last operands."""
         operands = (*self.operands[: len(self.operands) - len(last)], *last)
         doubled = [each.double() if isinstance(each, torch.Tensor) else each for each in (z, *operands)]
-        return reference.plain(self.chain, doubled[0], doubled[1:], self.N // self.group_size, _EPS)
+        return reference.plain(self.chain, doubled[0], doubled[1:], self.N // self.group_size, _EPS, self.norm)
 
     def plain_gradients(self, z: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Those of z, of a bias that z holds, and of the norm's weight and bias, which are the last operands."""
@@ -222,6 +246,13 @@ class Norm(ChainWorkload):
 
     def expected(self):
         return (self.plain(self.input),)
+
+    @functools.cached_property
+    def _sizes(self):
+        scaled = copy.copy(self)
+        scaled.norm = _scaled
+        with torch.enable_grad():
+            return list(map(_size, scaled.expected()))
 
 
 class GroupNorm(Norm):

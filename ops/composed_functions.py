@@ -48,7 +48,8 @@ def linear_group_norm(
     """Linear layer, pointwise functions, GroupNorm and more pointwise functions, fused.
 
     The GroupNorm is over the last dimension; each row is one sample. All tensors have one dtype (float32, bfloat16,
-    float16 or float64) and are on one device. Under autocast their dtypes may differ.
+    float16 or float64) and are on one device. Under autocast their dtypes may differ. Groups of one value are 0 before
+    ``norm_bias``, in a batch of one too, where PyTorch raises an error.
 
     Args:
         input: ``(*, in_features)``.
@@ -134,7 +135,8 @@ def conv2d_group_norm(
     """2-D convolution, pointwise functions, GroupNorm and more pointwise functions.
 
     All tensors have one dtype (float32, bfloat16, float16 or float64) and are on one device. Under autocast their
-    dtypes may differ.
+    dtypes may differ. Groups of one value are 0 before ``norm_bias``, in a batch of one too, where PyTorch raises an
+    error.
 
     Args:
         input: ``(batch, in_channels, height, width)``, contiguous or channels_last.
@@ -185,7 +187,8 @@ def conv_transpose2d_group_norm(
     """Transposed 2-D convolution, pointwise functions, GroupNorm and more pointwise functions.
 
     All tensors have one dtype (float32, bfloat16, float16 or float64) and are on one device. Under autocast their
-    dtypes may differ.
+    dtypes may differ. Groups of one value are 0 before ``norm_bias``, in a batch of one too, where PyTorch raises an
+    error.
 
     Args:
         input: ``(batch, in_channels, height, width)``, contiguous or channels_last.

@@ -140,7 +140,8 @@ def linear_hardtanh_mish_group_norm(
 
     ``mish(z) = z * tanh(softplus(z))`` (Misra, Mish: A Self Regularized Non-Monotonic Activation Function, 2019). The
     GroupNorm is over the last dimension; each row is one sample. All tensors have one dtype (float32, bfloat16, float16
-    or float64) and are on one device. Under autocast their dtypes may differ.
+    or float64) and are on one device. Under autocast their dtypes may differ. Groups of one value are 0 before
+    ``norm_bias``, in a batch of one too, where PyTorch raises an error.
 
     Args:
         input: ``(*, in_features)``.
@@ -186,7 +187,8 @@ def linear_group_norm_min(
 
     Each row is one sample of the GroupNorm. A NaN in a row is its minimum. The gradient of a row goes to one column,
     the first one that holds the minimum. All tensors have one dtype (float32, bfloat16, float16 or float64) and are on
-    one device. Under autocast their dtypes may differ.
+    one device. Under autocast their dtypes may differ. Groups of one value are 0 before ``norm_bias``, in a batch of
+    one too, where PyTorch raises an error.
 
     Args:
         input: ``(batch, in_features)``.
@@ -227,7 +229,8 @@ def linear_group_norm_hardtanh(
         hardtanh(group_norm(linear(input, weight, linear_bias), num_groups, norm_weight, norm_bias), min_val, max_val)
 
     The GroupNorm is over the last dimension; each row is one sample. All tensors have one dtype (float32, bfloat16,
-    float16 or float64) and are on one device. Under autocast their dtypes may differ.
+    float16 or float64) and are on one device. Under autocast their dtypes may differ. Groups of one value are 0 before
+    ``norm_bias``, in a batch of one too, where PyTorch raises an error.
 
     Args:
         input: ``(*, in_features)``.
@@ -279,7 +282,7 @@ def conv_transpose2d_gelu_group_norm(
 
     ``gelu(z) = z * (1 + erf(z / sqrt(2))) / 2`` (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016). All tensors
     have one dtype (float32, bfloat16, float16 or float64) and are on one device. Under autocast their dtypes may
-    differ.
+    differ. Groups of one value are 0 before ``norm_bias``, in a batch of one too, where PyTorch raises an error.
 
     Args:
         input: ``(batch, in_channels, height, width)``, contiguous or channels_last.

@@ -26,7 +26,14 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tens
     return torch.group_norm(input, num_groups, weight, bias, eps)
 
 
-def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1, eps: float = 1e-5) -> Tensor:
+def plain(
+    chain: Chain,
+    z: Tensor,
+    operands: Sequence[Any],
+    num_groups: int = 1,
+    eps: float = 1e-5,
+    norm: Callable[..., Tensor] = group_norm,
+) -> Tensor:
     """The chain of ``z``, the contraction's result [samples, channels, ...].
 
     ``operands`` has one entry a step, as the kernels take them. Biases that are in ``z`` already are None.
@@ -35,7 +42,7 @@ def plain(chain: Chain, z: Tensor, operands: Sequence[Any], num_groups: int = 1,
     value = apply_steps(chain.steps[:first], z, operands[:first])
     if chain.norm:
         weight, bias = (None if each is None else each.reshape(-1) for each in operands[first : first + 2])
-        value = group_norm(value, num_groups, weight, bias, eps)
+        value = norm(value, num_groups, weight, bias, eps)
         first += 2
     value = apply_steps(chain.after, value, operands[first:])
     return chain.reduction.plain(value) if chain.reduction else value

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -89,6 +90,27 @@ def test_ctrl_c(folder, capsys, monkeypatch, command):
     monkeypatch.setattr(cli.sweep, "sweep_and_store", interrupt)
     assert program.main(command.split()) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "command, expected",
+    [("show", 0), ("check", 1), ("sweep", 2), ("sweep export -", 2), ("sweep merge {path}", 2), ("check {path}", 1)],
+)
+@pytest.mark.parametrize("function", ["content", "json.loads"])
+def test_memory_that_runs_out_in_a_table(folder, capfd, recwarn, monkeypatch, command, expected, function):
+    """The line names the table. ``show`` tells what is found without it."""
+    monkeypatch.setattr(cli, "INTERPRETED", not command.startswith("check"))
+    path = tables.user_path(CPU_TABLE)
+    tables.store(path, CPU_TABLE, entry())
+    monkeypatch.setattr(f"autotune_configs.tables.{function}", mock.Mock(side_effect=MemoryError))
+    try:
+        status = program.main(command.format(path=path).split())
+    except SystemExit as exit:
+        status = exit.code
+    assert status == expected
+    output, errors = capfd.readouterr()
+    lines = [*(output + errors).splitlines(), *(str(warning.message) for warning in recwarn)]
+    assert any(str(path) in line and line.endswith("Cannot allocate memory") for line in lines)
 
 
 def test_ctrl_c_while_torch_loads(folder, monkeypatch):

@@ -1,5 +1,7 @@
 """Chains in words, and those that a module has: what sweeps, show and check make of them."""
 
+import sys
+
 import pytest
 import torch
 
@@ -121,12 +123,33 @@ def test_problems():
     assert kernels_of("linear -> group_norm(3)") == {"linear_bias", "group_norm", "group_norm_backward"}
 
 
-def test_a_module_that_fails(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        ("1 / 0", "division by zero"),
+        ("raise KeyError", "KeyError"),
+        ("raise ValueError('of several\\n\\n  lines\\x0bof\\u2028text\\n')", "of several lines of text"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import sys; sys.exit('usage: this\\nor that')", "SystemExit: usage: this or that"),
+        ("raise SystemExit", "SystemExit"),
+        ("import pytest; pytest.skip('no GPU', allow_module_level=True)", "Skipped: no GPU"),
+        ("def __getattr__(name): raise SystemExit(name)", "SystemExit: CHAIN"),
+    ],
+)
+def test_a_module_that_fails(tmp_path, monkeypatch, capsys, code, told):
     """Whatever it raises is told in one line."""
-    (tmp_path / "broken_module.py").write_text("1 / 0")
+    (tmp_path / "broken_module.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_module", raising=False)
     line = refused("show", "--gpu", "h200", "--names", "broken_module:CHAIN", capsys=capsys)
-    assert line.endswith("'broken_module:CHAIN' cannot be imported: division by zero")
+    assert line.endswith(f"'broken_module:CHAIN' cannot be imported: {told}")
+    monkeypatch.delitem(sys.modules, "broken_module", raising=False)
+
+
+def test_ctrl_c_in_a_module(tmp_path, monkeypatch, capsys):
+    (tmp_path / "interrupted_module.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run("show", "--gpu", "h200", "--names", "interrupted_module:CHAIN", capsys=capsys)[0] == 130
 
 
 def test_a_tensor_for_one_row():

@@ -5,10 +5,12 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
 import triton
+from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.errors import PTXASError
 
 from autotune_configs import precompile
@@ -64,6 +66,25 @@ def test_no_process_that_compiles(monkeypatch):
     assert isinstance(fault, OSError) and "no process compiles" in str(fault)
 
 
+def test_no_thread_that_compiles(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with Precompiler(GPU, 1) as precompiler:
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="can't start new thread"):
+            patched.setattr(threading.Thread, "start", fail)
+            precompiler.compile([(FINE, FIRST)])
+        monkeypatch.setattr(precompile, "compile_config", compile_config)
+        assert precompiler.compile([(FINE, FIRST)]) == {(FINE, FIRST): (8, None)}
+
+
+def wrapped(error):
+    """As Triton's code generator raises it, from within a function that the kernel calls."""
+    outer, inner = (triton.CompilationError("", None, None) for _ in range(2))
+    outer.__cause__, inner.__context__ = inner, error
+    return outer
+
+
 def raised(error, within=None):
     def fail(*arguments):
         try:
@@ -85,11 +106,18 @@ OF_MACHINE = {
     "ptxas cannot write": (PTXASError("Output file 'x' could not be opened"), None, "could not be opened"),
     "ptxas is killed": (PTXASError("`ptxas` failed with error code -9"), KILL, "-9"),
     "what ptxas wrote is damaged": (subprocess.CalledProcessError(255, ["cuobjdump"]), None, "cuobjdump"),
+    "memory in a kernel's function": (wrapped(MemoryError()), None, "Cannot allocate memory"),
+    "disk in a kernel's function": (wrapped(OSError(errno.EIO, "Input/output error")), None, "Input/output error"),
+    "space in a kernel's function": (wrapped(NO_SPACE), None, "[Errno 28] No space left on device"),
+    "within two of them": (wrapped(wrapped(OSError(errno.EROFS, "Read-only file system"))), None, "Read-only"),
+    "threads": (RuntimeError("can't start new thread"), None, "can't start new thread"),
+    "threads in a kernel's function": (wrapped(RuntimeError("can't start new thread")), None, "thread"),
     "PyTorch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), None, "allocate"),
 }
 OF_THE_CONFIG = {
     "ptxas crashes": (PTXASError("`ptxas` raised SIGSEGV"), CRASH),
     "not in Triton's language": (triton.CompilationError("", None, "out of bounds"), None),
+    "not in a kernel's function": (wrapped(AssertionError("out of bounds")), None),
     "resources": (triton.OutOfResources(300000, 232448, "shared memory"), None),
     "anything else": (ValueError("block_n must be a power of 2"), None),
 }
@@ -122,7 +150,33 @@ def test_what_the_cache_has_damaged_is_compiled_again(monkeypatch):
 
 
 @pytest.mark.offline
-@pytest.mark.parametrize("damage", ["cubin", "empty cubin", "missing cubin", "json", "source"])
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_fault_within_the_code_generator(tmp_path, monkeypatch, number):
+    error = MemoryError() if number == errno.ENOMEM else OSError(number, os.strerror(number))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    linear_kernel.device_caches.clear()
+    monkeypatch.setattr(CodeGenerator, "visit_Assign", raised(error))
+    _, fault = precompile.compile_config(linear_problem(m=16, n=64, k=64), FIRST, GPU)
+    assert isinstance(fault, OSError) and fault.errno == number
+
+
+#: Of a kernel, and of the group of its files: what is no object, and objects that lack what they should have.
+DAMAGED_JSON = {
+    "null for a group's json": b"null",
+    "a list for a group's json": b"[]",
+    "a list of paths in a group's json": b'{"child_paths": ["x"]}',
+    "null for a path in a group's json": b'{"child_paths": {"linear_kernel.json": null}}',
+    "null for a json": b"null",
+    "a number for a json": b"5",
+    "an empty json": b"{}",
+    "no backend's json": b'{"target": {"backend": "none", "arch": 90, "warp_size": 32}}',
+    "no name in a json": b'{"target": {"backend": "cuda", "arch": 90, "warp_size": 32}}',
+    "a deep json": b"[" * 100000,
+}
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("damage", ["cubin", "empty cubin", "missing cubin", "json", "source", *DAMAGED_JSON])
 def test_a_damaged_cache(tmp_path, monkeypatch, damage):
     """The kernel is compiled again, and the cache is whole afterwards."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -134,12 +188,14 @@ def test_a_damaged_cache(tmp_path, monkeypatch, damage):
         return precompile.compile_config(problem, config, GPU)
 
     assert compiled() == (0, None)
-    (path,) = (path for path in tmp_path.glob(f"*/*.{damage.split()[-1]}") if not path.name.startswith("__grp__"))
+    paths = tmp_path.glob(f"*/*.{damage.split()[-1]}")
+    (path,) = (path for path in paths if path.name.startswith("__grp__") == ("group's" in damage))
     before = path.read_bytes()
     if damage == "missing cubin":
         path.unlink()
     else:
-        path.write_bytes({"empty cubin": b"", "source": b"\xff\xfe"}.get(damage, before[: len(before) // 2]))
+        contents = {"empty cubin": b"", "source": b"\xff\xfe", **DAMAGED_JSON}
+        path.write_bytes(contents.get(damage, before[: len(before) // 2]))
     warning = f"Triton's cache in {tmp_path} was damaged: {problem} is compiled again"
     triton_notices = damage == "missing cubin" and VERSION >= (3, 9)  # and compiles again by itself
     with contextlib.nullcontext() if triton_notices else pytest.warns(RuntimeWarning, match=warning):

@@ -1,8 +1,11 @@
-"""The console script ``normfuse-bench``."""
+"""How the programs start: which packages they run with, and what they say of others."""
 
 import compileall
+import errno
 import functools
+import importlib.machinery
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -11,6 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from autotune_configs import siblings
+from ops.sibling_packages import require_own_siblings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,16 +54,24 @@ def test_own_bench():
     assert result.returncode == 0 and "Check the chains against float64" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("name", ["bench", "ops", "triton_kernels"])
-def test_package_of_another_project(name, tmp_path):
+module = functools.partial(script, "bench/__main__.py", "bench.__main__:main")
+
+
+@pytest.mark.parametrize(
+    "run, called, name",
+    [
+        *((bench, "normfuse-bench", name) for name in ("bench", "ops", "triton_kernels")),
+        *((module, "python -m bench", name) for name in ("autotune_configs", "ops", "triton_kernels")),
+    ],
+)
+def test_package_of_another_project(run, called, name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("raise SystemExit('it was imported')")
-    result = bench("--help", first=tmp_path)
+    result = run("--help", first=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith(
-        f"normfuse-bench: needs the package {name!r} of the normfuse distribution, but found"
-    )
+    assert result.stderr.startswith(f"{called}: needs the package {name!r} of the normfuse distribution, but found")
     assert str(tmp_path) in result.stderr and "it was imported" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("code", ["", "__distribution__ = 'an'", "(", None], ids=["empty", "its own", "broken", "none"])
@@ -93,6 +107,17 @@ def test_a_chain_of_a_module_in_the_current_folder(tmp_path):
     assert result.returncode == 0 and "linear_group_norm_silu,bfloat16" in result.stdout, result.stderr
     beside = autotune(*arguments)
     assert beside.returncode == 2 and "No module named 'my_model'" in beside.stderr
+
+
+def test_a_module_of_another_projects_ops(tmp_path):
+    """The one in the current folder, which comes before this project's."""
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "__init__.py").touch()
+    (tmp_path / "my_model.py").write_text("import ops\nCHAIN = ops.Chain('linear')\n")
+    result = autotune("show", "--gpu", "h200", "--names", "my_model:CHAIN", folder=tmp_path)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    told = "'my_model:CHAIN' cannot be imported: module 'ops' has no attribute 'Chain'; it needs the package 'ops'"
+    assert told in result.stderr and "ops/__init__.py, which is another project's" in result.stderr
 
 
 def python(code: str, root: Path) -> subprocess.CompletedProcess:
@@ -140,10 +165,69 @@ def test_compiled_files_alone(tmp_path):
         assert result.returncode == 2 and result.stderr.endswith(f": {told}\n") and len(result.stderr.splitlines()) == 1
 
 
+#: How a fault of the machine reaches who reads a package: where it is looked for, its code read, or its source.
+READS = {
+    "the folder": ("FileFinder", "find_spec"),
+    "the code": ("SourceFileLoader", "get_code"),
+    "the source": ("SourceFileLoader", "get_data"),
+}
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["autotune_configs", "triton_kernels"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_package_that_cannot_be_read(read, name, number, monkeypatch):
+    """The fault is told as what it is, and not as another project's package."""
+    finder, method = read
+    of_python = getattr(getattr(importlib.machinery, finder), method)
+
+    def fail(self, read, *arguments):
+        if read == name or read.endswith(os.path.join(name, "__init__.py")):
+            raise OSError(number, os.strerror(number), read)
+        return of_python(self, read, *arguments)
+
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(getattr(importlib.machinery, finder), method, fail)
+    told = siblings.complaint(name)
+    assert told.startswith(f"cannot read the package {name!r}: ") and os.strerror(number) in told
+    with pytest.raises(ImportError, match=f"^ops cannot read the package '{name}': .*{os.strerror(number)}"):
+        require_own_siblings()
+
+
+@pytest.mark.parametrize("damage", ["a folder without rights", "of another Python", "cut off"])
+def test_a_package_that_is_damaged(tmp_path, monkeypatch, damage):
+    folder = tmp_path / "triton_kernels"
+    folder.mkdir()
+    if damage == "a folder without rights":
+        stat = os.stat
+
+        def refuse(path, *arguments, **options):
+            if os.fspath(path).startswith(f"{folder}/"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return stat(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "stat", refuse)
+        monkeypatch.setattr(importlib._bootstrap_external, "_path_stat", refuse)
+        told = "Permission denied"
+    else:
+        source = folder / "__init__.py"
+        source.write_text("__distribution__ = 'normfuse'")
+        compiled = Path(py_compile.compile(source, folder / "__init__.pyc"))
+        content = compiled.read_bytes()
+        compiled.write_bytes(b"\0" * 4 + content[4:] if damage == "of another Python" else content[:20])
+        source.unlink()
+        told = "bad magic number" if damage == "of another Python" else "marshal data too short"
+    monkeypatch.delitem(sys.modules, "triton_kernels")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert re.match(f"cannot read the package 'triton_kernels': .*{told}", siblings.complaint("triton_kernels"))
+
+
 def test_the_lowest_versions_that_are_declared_are_tested():
-    """By ``make lowest``."""
+    """By ``make lowest``, a part of ``make matrix``."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert "lowest" in re.findall("^matrix:(.*)$", makefile, re.MULTILINE)[0].split()
     declared = re.findall(r'^    "(\w+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    (lowest,) = re.findall("^LOWEST := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (lowest,) = re.findall("^LOWEST := (.*)$", makefile, re.MULTILINE)
     tested = dict(each.split("==") for each in lowest.split())
     assert dict(declared).keys() == tested.keys() == {"numpy", "platformdirs", "rich", "torch", "triton"}
     assert all(tested[name].startswith(version) for name, version in declared)

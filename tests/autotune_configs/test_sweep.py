@@ -151,6 +151,13 @@ def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
     assert stored() == {}
 
 
+def wrapped(error):
+    """As Triton's interpreter raises it."""
+    outer = RuntimeError("in the interpreter")
+    outer.__cause__ = error
+    return outer
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -158,7 +165,9 @@ def test_nothing_is_stored_where_the_heuristic_itself_is_wrong(bench):
         PermissionError(errno.EACCES, "Permission denied"),
         OSError(errno.EMFILE, "Too many open files"),
         MemoryError(),
+        wrapped(MemoryError()),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("can't start new thread"),
         subprocess.CalledProcessError(1, ["gcc"], stderr="no space"),
     ],
     ids=str,
@@ -213,16 +222,28 @@ def test_a_heuristic_that_fails_is_tried_again(bench):
     assert GroupNormConfig(**result.entry.config) == BEST and not result.is_red
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), KeyError("x")])
-def test_a_kernel_that_was_cut_off_is_compiled_again(bench, monkeypatch, error):
-    fault = bench.fault
+@pytest.mark.parametrize("launch", ["fault", "launch_variants"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        KeyError("x"),
+        AttributeError("'NoneType' object has no attribute 'get'"),
+        TypeError("'NoneType' object is not subscriptable"),
+        RuntimeError("0 compatible backends for target (none)"),
+        RecursionError("maximum recursion depth exceeded"),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_was_cut_off_is_compiled_again(bench, monkeypatch, error, launch):
+    run_whole = getattr(bench, launch)
 
     def damaged(config):
         if config == BEST and not sweep.triton.knobs.compilation.always_compile:
             raise error
-        return fault(config)
+        return run_whole(config)
 
-    monkeypatch.setattr(bench, "fault", damaged)
+    monkeypatch.setattr(bench, launch, damaged)
     with pytest.warns(RuntimeWarning, match="Triton's cache in .* was damaged: group_norm bfloat16 1024x8192x32 is"):
         (result,) = run(bench)
     assert GroupNormConfig(**result.entry.config) == BEST

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from autotune_configs.chains import CHAINS, PASSES
+from autotune_configs.compositions import composition
 from autotune_configs.gpus import Gpu
-from autotune_configs.kernels import KERNELS
+from autotune_configs.kernels import KERNELS, kernel_of
 from autotune_configs.problem import Problem
 from autotune_configs.workloads import workload_of
 
@@ -24,6 +25,17 @@ PROBLEMS = list(
         for problem in CHAINS[name].problems(shape, dtype, PASSES)
     )
 )
+#: Norms whose groups hold a value or two: the gradient through one is nothing, or next to nothing.
+PROBLEMS += [
+    Problem(kernel, dtype, (*sizes, group_size), layout=layout)
+    for dtype in ("bfloat16", "float16", "float32")
+    for group_size in (1, 2)
+    for kernel, sizes, layout in (
+        ("group_norm_backward", (8, 24), None),
+        ("image_sums", (2, 8, 1), "contiguous"),
+        ("image_group_norm_backward", (2, 8, 1), "channels_last"),
+    )
+] + [Problem("group_norm_backward", "bfloat16", (8, 1, 1))]
 
 
 def heuristic(problem):
@@ -52,6 +64,29 @@ def test_faults_are_found(problem):
     assert "wrong" in workload.fault(config)
 
 
+def test_results_that_are_all_zero():
+    (problem,) = composition("linear -> mul(0)").problems((8, 32, 16), "bfloat16", ("forward",))
+    workload, config = workload_of(problem, CPU), kernel_of(problem.kernel).heuristic(problem, Gpu.of(CPU))
+    workload.operands = tuple((0.0,) if isinstance(each, tuple) else each for each in workload.operands)
+    assert workload.fault(config) is None
+    workload.results = lambda config: (workload.written[0] + 1e-9,)
+    assert workload.fault(config) == "wrong by 1.0e-09"
+
+
+@pytest.mark.parametrize("problem", [problem for problem in PROBLEMS if problem.sizes[-1] <= 2], ids=str)
+def test_faults_where_gradients_are_nothing(problem):
+    """All values are off by 1, which is less than what they are differences of."""
+    workload, config = workload_of(problem, CPU), heuristic(problem)
+    results = workload.results
+    for wrong in range(len(workload.expected())):
+
+        def disturbed(config, wrong=wrong):
+            return [result + (number == wrong) for number, result in enumerate(results(config))]
+
+        workload.results = disturbed
+        assert "wrong by" in workload.fault(config)
+
+
 @pytest.mark.parametrize(
     "dtype, tolerance", [("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-16)], ids=str
 )
@@ -75,7 +110,7 @@ def disturb(workload):
         output = workload.written[0][:2]  # of images, the samples that are checked
         first = output.flatten()[:50].abs().argmax()
         place = torch.unravel_index(first, output.shape)
-        output[place] += 2 * output.abs().max()
+        output[place] += 2 * output.abs().max() + (workload.problem.sizes[-1] == 1)
 
 
 def test_random_numbers_are_the_workloads_own():

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -147,9 +148,10 @@ def test_namesake_that_is_no_python(tmp_path, name):
     assert f"ImportError: ops needs the package {name!r} of the normfuse distribution" in result.stderr
 
 
-def test_missing_sibling(tmp_path):
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "copy"])
+def test_missing_sibling(tmp_path, is_link):
     """``ops`` alone, without its siblings, says what it lacks."""
-    (tmp_path / "ops").symlink_to(REPOSITORY / "ops")
+    (Path.symlink_to if is_link else lambda copy, ops: shutil.copytree(ops, copy))(tmp_path / "ops", REPOSITORY / "ops")
     result = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ops"],
         capture_output=True,
@@ -158,7 +160,8 @@ def test_missing_sibling(tmp_path):
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
-    assert "ImportError: ops needs the package 'triton_kernels' of the normfuse distribution" in result.stderr
+    lacking = "the package 'triton_kernels' of the normfuse distribution" if is_link else "normfuse's autotune_configs"
+    assert f"ImportError: ops needs {lacking}" in result.stderr
 
 
 def test_namesake_already_imported(tmp_path):

@@ -29,6 +29,15 @@ def test_sizes_of_one_number(name, one):
     assert torch.equal(found, ops.conv_transpose2d_gelu_group_norm(x, transposed, None, 2, **size))
 
 
+def test_sizes_in_tensors_are_refused():
+    """PyTorch's functions take a tensor of one integer, and wait for it where it is on a GPU."""
+    x, weight = torch.randn(2, 4, 9, 8), torch.randn(8, 4, 3, 3)
+    assert ops.conv2d_group_norm(x, weight, None, 2, stride=torch.Size([2])).shape == (2, 8, 4, 3)
+    for tensors in (torch.tensor(2), torch.tensor([2, 2]), (torch.tensor(2), 2)):
+        with pytest.raises(TypeError, match="stride must be an int, got Tensor"):
+            ops.conv2d_group_norm(x, weight, None, 2, stride=tensors)
+
+
 @ONE
 def test_an_output_padding_of_one_number(one):
     x, weight = torch.randn(2, 4, 5, 6), torch.randn(4, 8, 3, 3)
@@ -120,3 +129,36 @@ def test_groups_of_one_value(dtype):
     assert ops.GroupNorm(6, 6, dtype=dtype)(x[:1]).abs().max() < 1e-12
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         nn.GroupNorm(6, 6, dtype=dtype)(x[:1])
+
+
+OF_ONE_VALUE = {
+    "linear_group_norm": lambda x, norm: ops.linear_group_norm(x[:, :, 0, 0], torch.randn(6, 4), None, 6, *norm),
+    "conv2d_group_norm": lambda x, norm: ops.conv2d_group_norm(x, torch.randn(6, 4, 3, 3), None, 6, *norm),
+    "conv_transpose2d_group_norm": lambda x, norm: ops.conv_transpose2d_group_norm(
+        x[:, :, :1, :1], torch.randn(4, 6, 1, 1), None, 6, *norm
+    ),
+    "linear_hardtanh_mish_group_norm": lambda x, norm: ops.linear_hardtanh_mish_group_norm(
+        x[:, :, 0, 0], torch.randn(6, 4), None, None, 6, *norm
+    ),
+    "linear_group_norm_hardtanh": lambda x, norm: ops.linear_group_norm_hardtanh(
+        x[:, :, 0, 0], torch.randn(6, 4), None, 6, *norm, min_val=-9.0, max_val=9.0
+    ),
+    "linear_group_norm_min": lambda x, norm: ops.linear_group_norm_min(
+        x[:, :, 0, 0], torch.randn(6, 4), None, 6, *norm
+    ),
+    "conv_transpose2d_gelu_group_norm": lambda x, norm: ops.conv_transpose2d_gelu_group_norm(
+        x[:, :, :1, :1], torch.randn(4, 6, 1, 1), None, 6, *norm
+    ),
+    "group_norm": lambda x, norm: ops.group_norm(torch.randn(len(x), 6), 6, *norm),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_VALUE)
+def test_groups_of_one_value_behind_a_layer(name):
+    """The norm's bias, whatever the batch, as the docstring says."""
+    weight, bias = torch.randn(6), torch.randn(6)
+    expected = bias.min() if name == "linear_group_norm_min" else bias
+    for batch in (1, 2):
+        found = OF_ONE_VALUE[name](torch.randn(batch, 4, 3, 3), (weight, bias)).flatten(1)
+        torch.testing.assert_close(found, expected.expand(found.shape), rtol=1e-4, atol=1e-4)
+    assert "Groups of one value are 0 before ``" in " ".join(getattr(ops, name).__doc__.split())
