@@ -131,7 +131,10 @@ def _reached(function: types.FunctionType) -> list[tuple[str, Any]]:
     codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    names = dict.fromkeys([*function.__code__.co_freevars, *(name for code in codes for name in code.co_names)])
+    quoted = [each for code in codes for each in code.co_consts if isinstance(each, str)]  # as getattr takes them
+    names = dict.fromkeys(
+        [*function.__code__.co_freevars, *[name for code in codes for name in code.co_names], *quoted]
+    )
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     variables = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
     reached = [(name, variables[name]) for name in names if name in variables]

@@ -290,6 +290,10 @@ KINDS: dict[str, dict[str, str]] = {
             "import helpers\nplain = lambda v, _: v * helpers.h",
             {"helpers": "def __getattr__(name):\n  if name == 'h': return NUMBER\n  raise AttributeError(name)"},
         ),
+        "a name in quotes": (
+            "import helpers\nplain = lambda v, _: getattr(helpers, 'h')(v)",
+            {"helpers": "def h(v): return v * NUMBER"},
+        ),
         "an import in a function": (
             "def plain(v, _):\n  from helpers import h\n  return h(v)",
             {"helpers": "def h(v): return v * NUMBER"},
