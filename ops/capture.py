@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +31,7 @@ def observer(given: tuple[Any, ...]) -> str:
     does."""
     if has_global_hook():
         return "a hook is set for all modules"
-    if is_in_torch_dispatch_mode(include_infra_modes=False):
+    if is_in_torch_dispatch_mode(include_infra_modes=False) or get_proxy_mode():  # which is PyTorch's own: make_fx's
         return "a TorchDispatchMode is on"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "it is transformed by torch.func or differentiated forward"

@@ -63,7 +63,6 @@ class Chain(triton_kernels.chain.Chain):
     names: tuple[Any, ...] = field(default=(), kw_only=True, compare=False, repr=False)
     #: What compiled graphs call the chain.
     text: str = field(init=False, compare=False, repr=False)
-    _fingerprint: str = field(init=False, compare=False, repr=False)
     _data: triton_kernels.chain.Chain = field(init=False, compare=False, repr=False)
     _prepared: plans.Kept = field(init=False, compare=False, repr=False)
 
@@ -89,8 +88,7 @@ class Chain(triton_kernels.chain.Chain):
         names += [next(given, self.reduction.name)] if self.reduction else []
         data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
         text = text_of(self, list(map(name_of, self.steps)))
-        of_graphs = {"text": text, "_fingerprint": fingerprint(self.steps)}
-        vars(self).update(names=tuple(names), **of_graphs, _data=data, _prepared=plans.Kept())  # the class is frozen
+        vars(self).update(names=tuple(names), text=text, _data=data, _prepared=plans.Kept())  # the class is frozen
         by_text.setdefault(self.text, self)
 
     def _changed(self, *changes: Callable[[Pointwise], Pointwise]) -> triton_kernels.chain.Chain:
@@ -183,7 +181,7 @@ class Chain(triton_kernels.chain.Chain):
         lengths = ",".join([str(len(step)) for step in numbers])
         settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
         form = "open" if opens else ""
-        text = f"{self.text} | {self._fingerprint} | {lengths} | {result} | {form} | {settings}"
+        text = f"{self.text} | {_fingerprint(self.text)} | {lengths} | {result} | {form} | {settings}"
         return text, list(row), scalars, num_groups, eps, sizes
 
     def _key(self, row: tuple, numbers: tuple, geometry: tuple, result: str) -> tuple | None:
@@ -344,6 +342,15 @@ class Chain(triton_kernels.chain.Chain):
 
 #: The chains that a compiled graph may name.
 by_text: dict[str, Chain] = {}
+
+
+def _fingerprint(text: str) -> str:
+    """A chain's, which it has at its first graph: when it was made, its functions' module may not have been whole."""
+    return fingerprint(by_text[text].steps)
+
+
+# The compiler runs it while it traces. Marked by hand as in ops.precision.
+_fingerprint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:

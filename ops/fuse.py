@@ -65,6 +65,8 @@ class FusionReport:
     """What runs fused in a model, as of when it is read. ``print`` shows it as a list."""
 
     model: nn.Module = field(repr=False)
+    #: The modules whose forward had been set on them when ``fuse`` was called.
+    _passed_over: tuple[nn.Module, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def chains(self) -> tuple[FusedChain, ...]:
@@ -93,13 +95,29 @@ class FusionReport:
 
     def __str__(self) -> str:
         fusions, chains = self._fusions, self.chains
-        if fusions and not any(each.looked or each.record.is_counted for _, each in fusions):
+        reached = [each for _, each in fusions if each.is_reached]
+        if reached and not any(each.looked or each.record.is_counted for each in reached):
             return "chains are found in the model's first call"
         count = f"{len(chains)} chain{'' if len(chains) == 1 else 's'}"
         calls = [each for each in self.calls if each.as_written]
-        own = [path or "the model" for path, module in self.model.named_modules() if fusion.is_passed_over(module)]
-        not_seen = [f"{path}: not looked at, as its forward was set on it" for path in own]
-        return "\n  ".join([count, *map(str, (*chains, *self.left, *calls)), *not_seen])
+        return "\n  ".join([count, *map(str, (*chains, *self.left, *calls)), *self._missed])
+
+    @property
+    def _missed(self) -> list[str]:
+        """The modules whose calls are not looked at, themselves or as a part of others, and why."""
+        missed: list[str] = []
+        captured: set[nn.Module] = set()  # with what is around it
+        for path, module in self.model.named_modules():
+            found, why = fusion.of(module), ""
+            if found and not found.is_reached:
+                why = "nothing of it ran fused since its forward was set or removed"
+            elif not found and module in self._passed_over:
+                why = "not looked at, as its forward was set on it"
+            if why and module not in captured:
+                missed.append(f"{path or 'the model'}: {why}")
+            if found and found.holds:
+                captured.update(module.modules())
+        return missed
 
 
 def fuse(model: nn.Module, *, everything: bool = False) -> FusionReport:
@@ -137,7 +155,7 @@ def fuse(model: nn.Module, *, everything: bool = False) -> FusionReport:
     unfuse(model)
     for module in modules:
         fusion.install(module, everything)
-    return FusionReport(model)
+    return FusionReport(model, tuple([each for each in model.modules() if fusion.is_passed_over(each)]))
 
 
 def unfuse(model: nn.Module) -> None:

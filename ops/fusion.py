@@ -31,10 +31,14 @@ def of(module: nn.Module) -> "Fusion | None":
 def install(module: nn.Module, everything: bool) -> "Fusion":
     """Have the module's calls captured. A forward that somebody wrapped around ours stays."""
     fusion = module.__dict__[_ATTRIBUTE] = Fusion(module, everything)
-    if not _has_own_forward(module):
-        module.__dict__.pop("forward", None)
-        module.__dict__["forward"] = types.MethodType(_function(module), module)
+    _set_forward(module)
     return fusion
+
+
+def _set_forward(module: nn.Module) -> None:
+    if not _has_own_forward(module):
+        module.__dict__.pop("forward", None)  # so that it stands behind the Fusion
+        module.__dict__["forward"] = types.MethodType(_function(module), module)
 
 
 def remove(module: nn.Module) -> None:
@@ -153,8 +157,10 @@ class Fusion:
         self.record = _Record()
         self.left: list[tuple[str, str, str]] = []
         self._refusals: dict[tuple, Any] = {}
-        self._captured: Captured | None = None
-        self._hooks: tuple = ()
+        #: By the hooks on what is in it, of which Dynamo's guards know nothing.
+        self._captured: dict[tuple, Captured] = {}
+        self._hooks: tuple = ()  # in its last call
+        self._forward: Any = None  # by which that got here
 
     def __reduce__(self) -> tuple:
         """A copy of the module is one that was just fused. Its ``forward`` is pickled by that name: in the module's
@@ -164,11 +170,22 @@ class Fusion:
     @property
     def chains(self) -> tuple[str, ...]:
         """Those of the last call, if the next one can be as that."""
-        return self.record.chains if self._captured is None or self._hooks == _hooks_of(self._module) else ()
+        return self.record.chains if self.is_reached and self._takes(_hooks_of(self._module)) else ()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the module's calls get here, as the last one did."""
+        forward = self._module.__dict__.get("forward")
+        return _is_ours(forward) or (forward is not None and forward == self._forward)
+
+    def _takes(self, hooks: tuple) -> bool:
+        """Whether a call with these hooks is captured: with none, and with those that were there from the first on."""
+        return not hooks or hooks in self._captured or (not self._captured and hooks == self._hooks)
 
     def call(self, arguments: tuple, options: dict[str, Any]) -> Any:
         """The module's call."""
         module = self._module
+        self._forward = module.__dict__.get("forward")
         if self.holds or module.training not in self.looked:
             try:
                 return self._call_captured(module, arguments, options)
@@ -181,12 +198,20 @@ class Fusion:
             raise NotCaptured(reason)
         if not self.holds:
             return self._look(module, arguments, options)
-        hooks = _hooks_of(module)  # of which Dynamo's guards know nothing
-        if self._captured is None:
-            self._hooks, self._captured = hooks, self._captured_for(self)
-        if hooks != self._hooks:
+        hooks = _hooks_of(module)
+        takes, self._hooks = self._takes(hooks), hooks
+        if not takes:
             raise NotCaptured("there are other hooks in it than in its first fused call")
-        return self._captured(module, arguments, options)
+        if hooks not in self._captured:
+            self._captured[hooks] = self._captured_for(self)
+        return self._captured[hooks](module, arguments, options)
+
+    def hold(self, chains: tuple[str, ...]) -> None:
+        """From now on the module's calls are captured, of which the last had these chains."""
+        _set_forward(self._module)
+        self.holds, self._hooks = True, _hooks_of(self._module)
+        self._forward = self._module.__dict__["forward"]
+        self.record.note(chains)
 
     def _captured_for(self, taker: Any) -> Captured:
         for each in self._module.modules():
@@ -263,8 +288,7 @@ class _Search:
                 ran.setdefault(around[call], {}).setdefault(call, []).append(chain)
         for holder, calls in ran.items():
             fusion = of(holder) or install(holder, everything)
-            fusion.holds = True
-            fusion.record.note(tuple(next(iter(calls.values()))))
+            fusion.hold(tuple(next(iter(calls.values()))))
 
 
 def _id(call: str) -> str:

@@ -168,7 +168,7 @@ def test_subnormal_variance(name, channels, groups):
 @pytest.mark.parametrize("channels, groups", [*GROUPINGS[:3], *WIDE])
 @pytest.mark.parametrize("size", [1e-23, 1e-30])
 def test_no_variance(size, channels, groups):
-    """Values that differ are infinite, of the sign of their distance to the mean; equal ones are NaN."""
+    """Values that differ are infinite, of the sign of their distance to the mean; ones equal to it NaN."""
     members = channels // groups
     x, weight, bias, _ = matrices(lambda width, _: drawn(width) * size, channels, groups, torch.float32)
     output = ops.group_norm(x, groups, weight, bias, eps=0.0)
@@ -184,6 +184,22 @@ def test_no_variance(size, channels, groups):
         for each in results[:2]:
             assert each[[0, 2]].isfinite().all() and each[1, members:].isfinite().all()
         assert results[2][members:].isfinite().all() and results[3].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shape, groups",
+    [((2, 4), 1), ((2, 96), 1), ((2, 512), 1), ((2, 9000), 1), ((2, 6, 5, 7), 3), ((2, 8, 33, 65), 2)],
+    ids=lambda shape: "x".join(map(str, shape)) if isinstance(shape, tuple) else "",
+)
+@pytest.mark.parametrize("value", [1.3e-38, 1e-36, 1e-33, 0.1, 2.0])
+def test_equal_values_whose_mean_is_rounded(value, shape, groups):
+    """As docs/special_values.md has it: a group is all NaN; or of one infinity, if tiny; or finite, if merged."""
+    output = ops.group_norm(torch.full(shape, value), groups, eps=0.0).reshape(2 * groups, -1)
+    is_merged = len(shape) > 2 or shape[1] > 8192
+    for row in output:
+        finite = row.isfinite().all()
+        infinite = row.isinf().all() and (row == row[0]).all()
+        assert row.isnan().all() or (infinite and value < 1e-34) or (finite and is_merged)
 
 
 @pytest.mark.parametrize("differentiates", [False, True])

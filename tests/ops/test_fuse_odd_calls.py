@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -103,6 +104,11 @@ ODD = {
     "an attribute that prints": verbose,
     "a mode": in_mode(Observing),
     "a counter of operations": in_mode(lambda: FlopCounterMode(display=False)),
+    "make_fx": lambda model: make_fx(model)(rows())(rows()),
+    "make_fx of fake tensors": lambda model: make_fx(model, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+        rows()
+    )(rows()),
+    "make_fx before the dispatcher": lambda model: make_fx(model, pre_dispatch=True)(rows())(rows()),
     "a stance": without_compiler,
     "no Dynamo": without_dynamo,
     "a global hook": with_global_hook,
@@ -190,6 +196,57 @@ def test_what_is_beyond_dynamos_limit():
     assert report.chains == ()
     assert "limit" in str(report)
     assert sum(report.calls[0].as_written.values()) >= 2
+
+
+@pytest.mark.parametrize("kind", [Block, lambda: nn.Sequential(Block(), nn.Softmax(-1))], ids=["own", "within"])
+@pytest.mark.parametrize("when", range(4))
+def test_a_hook_in_one_call(when, kind):
+    """That call runs as it was written, where its graph is not made by then, and all others fused."""
+    model = made(kind)
+    plain = copy.deepcopy(model)
+    report = fuse(model)
+    for call in range(6):
+        norms = [each for each in (*model.modules(), *plain.modules()) if isinstance(each, nn.LayerNorm)]
+        handles = [each.register_forward_hook(lambda *given: given[-1] * 2) for each in norms if call == when]
+        torch.testing.assert_close(model(rows()), plain(rows()), atol=1e-4, rtol=1e-4)
+        for handle in handles:
+            handle.remove()
+    assert [each.chain for each in report.chains] == [CHAIN]
+    (calls,) = report.calls
+    assert (calls.fused, sum(calls.as_written.values())) == ((6, 0) if when == 0 else (5, 1))
+
+
+def test_hooks_that_stay():
+    """They are in the graph where they were there in the call before; what is without them runs fused, too."""
+    model = made()
+    handle = model.norm.register_forward_hook(lambda module, given, result: result + 1)
+    plain = copy.deepcopy(model)
+    report = fuse(model)
+    for _ in range(3):
+        torch.testing.assert_close(model(rows()), plain(rows()), atol=1e-4, rtol=1e-4)
+    more = model.norm.register_forward_hook(lambda module, given, result: None)
+    for _ in range(3):
+        model(rows())
+    assert report.chains == () and report.calls[0].fused == 3
+    more.remove()
+    model(rows())
+    assert len(report.chains) == 1 and report.calls[0].fused == 4
+    handle.remove()
+    model(rows())
+    assert len(report.chains) == 1 and report.calls[0].fused == 5
+
+
+def test_hooks_set_between_the_first_calls():
+    model = made()
+    report = fuse(model)
+    model(rows())
+    model.norm.register_forward_hook(lambda module, given, result: result + 1)
+    assert report.chains == ()
+    for _ in range(3):
+        model(rows())
+    assert len(report.chains) == 1
+    (calls,) = report.calls
+    assert calls.fused == 3 and sum(calls.as_written.values()) == 1
 
 
 def test_hooks_set_later():

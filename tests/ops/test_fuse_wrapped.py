@@ -34,6 +34,17 @@ class Block(nn.Module):
 Rows = torch.Tensor
 
 
+class Holder(nn.Module):
+    """A chain beside a module that has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.linear = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input):
+        return torch.relu(self.linear(self.block(input)))
+
+
 class Decorated(Block):
     @torch.no_grad()
     def forward(self, input: "Rows") -> "Rows":
@@ -184,6 +195,100 @@ def test_a_wrapper_that_stays():
     assert len(fuse(model).chains) == 0
     model(rows())
     assert [each.chain for each in report.chains] == [CHAIN]
+
+
+def set_and_deleted(module):
+    module.forward = lambda input: input
+    del module.forward
+
+
+def set_to_the_classs(module):
+    module.forward = type(module).forward.__get__(module)
+
+
+def set_to_another(module):
+    module.forward = lambda input: input
+
+
+def set_past_ours(module):
+    module.forward = lambda input: Block.forward(module, input)
+
+
+PAST_OURS = [set_and_deleted, set_to_the_classs, set_to_another, set_past_ours]
+
+
+@pytest.mark.parametrize("kind", [Block, lambda: nn.Sequential(Block(), nn.Softmax(-1), Block())], ids=["one", "two"])
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("change", PAST_OURS)
+def test_calls_that_do_not_get_there(change, calls, kind):
+    """The report lists none of their chains, says why, and lists them again when they run."""
+    model = made(kind)
+    report = fuse(model)
+    for _ in range(calls):
+        model(rows())
+    path, block = next((path, each) for path, each in model.named_modules() if isinstance(each, Block))
+    forward, others = block.forward, report.chains[1:]
+    change(block)
+    fused = report.calls[0].fused
+    for _ in range(3):
+        assert report.chains == others
+        assert f"{path or 'the model'}: nothing of it ran fused since its forward was set or removed" in str(report)
+        model(rows())
+    assert report.calls[0].fused == fused
+    block.forward = forward
+    model(rows())
+    assert len(report.chains) == 1 + len(others) and report.calls[0].fused == fused + 1
+    assert "since" not in str(report)
+    if change is set_past_ours:
+        return
+    change(block)
+    again = fuse(model)  # which sees what was taken away
+    for _ in range(2):
+        model(rows())
+    assert len(again.chains) == len(others) + (change in PAST_OURS[:2])
+
+
+@pytest.mark.parametrize("change", PAST_OURS)
+def test_first_calls_that_do_not_get_there(change):
+    """The report does not promise what they would find."""
+    model = made()
+    report = fuse(model)
+    change(model)
+    for _ in range(3):
+        assert str(report).endswith("\n  the model: nothing of it ran fused since its forward was set or removed")
+        model(rows())
+    assert report.chains == ()
+
+
+def test_a_wrapper_that_is_gone_before_the_first_call():
+    """Nothing was put below it, and the report says why nothing runs fused."""
+    model = made(lambda: nn.ModuleList([Block(), Block()]))
+    add_hook(model[0])
+    report = fuse(model)
+    remove_hook(model[0])
+    for _ in range(2):
+        for each in model:
+            each(rows())
+    assert [each.module for each in report.chains] == ["1"]
+    assert str(report).endswith("\n  0: not looked at, as its forward was set on it")
+    again = fuse(model)
+    model[0](rows())
+    assert [each.module for each in again.chains] == ["0"] and "not looked" not in str(report)
+
+
+@pytest.mark.parametrize("calls", [-1, 0, 1, 2])
+def test_wrappers_within_what_is_captured(calls):
+    """Such a module's calls are part of the whole's: nothing is missed. (-1: set before ``fuse``.)"""
+    model = made(Holder)
+    plain = copy.deepcopy(model)
+    if calls < 0:
+        add_hook(model.block)
+    report = fuse(model)
+    for call in range(4):
+        if call == calls:
+            add_hook(model.block)
+        torch.testing.assert_close(model(rows()), plain(rows()), atol=1e-4, rtol=1e-4)
+        assert len(report.chains) == 2 and "forward" not in str(report)
 
 
 def test_a_forward_of_the_users_own_is_told_of():
