@@ -1,8 +1,8 @@
 """Max pooling in compiled graphs with a backward pass that gathers.
 
-PyTorch's keeps an index of 64 bits for each output, and its gradient compares all windows that an input may be in (in
-3-D it adds with atomics). Here an output keeps the place in its window, in 8 bits, and each input reads the windows that
-it is in. It is plain aten, which Inductor puts into kernels with what is around it.
+PyTorch's keeps an index of 64 bits for each output, and in 3-D its gradient is added with atomics. Here an output keeps
+the place in its window, in 8 bits, and each input reads the one window that it is in. It is plain aten, which Inductor
+puts into kernels with what is around it.
 """
 
 import functools
@@ -47,17 +47,12 @@ class _Axis:
             return input, None
         return input.clamp(0, self.size - 1), (input >= 0) & (input < self.size)
 
-    def windows(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The windows that inputs are in: their outputs, the inputs' places in them, and which there are."""
+    def windows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The window that each input is in: its output, the input's place in it, and whether there is one."""
         shifted = torch.arange(self.size, device=device) + self.padding
-        last = torch.div(shifted, self.stride, rounding_mode="floor")
-        found = []
-        for back in range(-(-self.kernel // self.stride)):
-            output = last - back
-            place = shifted - output * self.stride
-            inside = (output >= 0) & (output < self.outputs) & (place < self.kernel)
-            found.append((output.clamp(0, self.outputs - 1), place, inside))
-        return found
+        output = torch.div(shifted, self.stride, rounding_mode="floor")
+        place = shifted - output * self.stride
+        return output.clamp(max=self.outputs - 1), place, (output < self.outputs) & (place < self.kernel)
 
 
 def _along(each: Tensor, axis: int, dims: int) -> Tensor:
@@ -75,7 +70,7 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, axes):
         best = chosen = None
-        # The first of equal values is chosen, and of several NaNs the last: from the last place on, all that is not less.
+        # The first of equal values is chosen, of several NaNs the last: from the last place on, all that is not less.
         for place in reversed(list(itertools.product(*[range(axis.kernel) for axis in axes]))):
             found = [axis.inputs(each, input.device) for axis, each in zip(axes, place, strict=True)]
             values = _at(input, [each for each, _ in found])
@@ -91,15 +86,12 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        (chosen,), axes, total = ctx.saved_tensors, ctx.axes, 0.0
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        for windows in itertools.product(*[axis.windows(gradient.device) for axis in axes]):
-            outputs, places, inside = zip(*windows, strict=True)
-            places, inside = ([_along(each, i, len(axes)) for i, each in enumerate(row)] for row in (places, inside))
-            is_chosen = _at(chosen, outputs) == _number(axes, places)
-            is_chosen = functools.reduce(torch.logical_and, inside, is_chosen)
-            total = total + torch.where(is_chosen, _at(gradient, outputs).to(wide), 0.0)
-        return total.to(gradient.dtype).contiguous(memory_format=suggest_memory_format(gradient)), None
+        (chosen,), axes = ctx.saved_tensors, ctx.axes
+        outputs, *others = zip(*[axis.windows(gradient.device) for axis in axes], strict=True)
+        places, inside = ([_along(each, i, len(axes)) for i, each in enumerate(row)] for row in others)
+        is_chosen = functools.reduce(torch.logical_and, inside, _at(chosen, outputs) == _number(axes, places))
+        result = torch.where(is_chosen, _at(gradient, outputs), 0.0)
+        return result.contiguous(memory_format=suggest_memory_format(gradient)), None
 
 
 def _number(axes: Sequence[_Axis], places: Sequence[Any]) -> Any:
@@ -121,7 +113,8 @@ def _max_pool(input, written_by, outputs, kernel, stride, padding, ceil_mode):
 
 torch.library.define(
     "normfuse::max_pool",
-    "(Tensor input, str written_by, int[] outputs, int[] kernel, int[] stride, int[] padding, bool ceil_mode) -> Tensor",
+    "(Tensor input, str written_by, int[] outputs, int[] kernel, int[] stride, int[] padding, bool ceil_mode)"
+    " -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.impl("normfuse::max_pool", "CompositeImplicitAutograd", _max_pool)
@@ -129,7 +122,8 @@ torch.library.impl("normfuse::max_pool", "CompositeImplicitAutograd", _max_pool)
 
 def rewrite(graph: Graph) -> None:
     """Let each max pooling whose gradient a gather computes faster have that. The others are PyTorch's: of open sizes,
-    with dilation or indices, of images without a batch, and with large windows."""
+    with dilation or indices, of images without a batch, with large windows, and with those that overlap (Inductor would
+    compute all that their gradients are made of once for each)."""
     for node in list(graph.nodes):
         arguments = _arguments(node) if node.op == "call_function" and node.target in _FUNCTIONS else None
         if arguments:
@@ -153,6 +147,7 @@ def _arguments(node: Node) -> tuple | None:
     outputs = list(example(node).shape[2:])
     if not all(type(each) is int for each in (*input.shape[2:], *outputs, *kernel, *stride, *padding)):
         return None
-    if math.prod(kernel) > _MOST_PLACES or 0 in (*input.shape, *stride):
+    overlap = any(size > step for size, step in zip(kernel, stride, strict=True))
+    if overlap or math.prod(kernel) > _MOST_PLACES or 0 in input.shape:
         return None
     return given["input"], fingerprint([]), outputs, kernel, stride, padding, bool(given.get("ceil_mode"))

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -27,7 +26,8 @@ def poolings(draw):
     def rows(smallest, largest):
         return st.lists(st.integers(smallest, largest), min_size=dims, max_size=dims)
 
-    kernel, stride = draw(rows(1, 4 if dims < 3 else 2)), draw(rows(1, 4))
+    kernel, stride = draw(rows(1, 4 if dims < 3 else 2)), draw(rows(0, 2))
+    stride = [size + apart for size, apart in zip(kernel, stride, strict=True)]
     padding = [draw(st.integers(0, size // 2)) for size in kernel]
     sizes = [size + extra for size, extra in zip(kernel, draw(rows(0, 9)), strict=True)]
     return sizes, (kernel, stride, padding, 1, draw(st.booleans()))
@@ -76,8 +76,8 @@ def nodes_of(function, *inputs, **options):
 IMAGE = torch.randn(2, 3, 8, 8)
 TAKEN = {
     "a number": lambda x: F.max_pool2d(x, 2),
-    "all": lambda x: F.max_pool2d(x, (3, 2), stride=2, padding=(1, 0), ceil_mode=True),
-    "one number of a row": lambda x: torch.max_pool2d(x, [3], [2], [1]),
+    "all": lambda x: F.max_pool2d(x, (3, 2), stride=3, padding=(1, 0), ceil_mode=True),
+    "one number of a row": lambda x: torch.max_pool2d(x, [3], [4], [1]),
     "a line": lambda x: F.max_pool1d(x[..., 0], 4),
     "a volume": lambda x: F.max_pool3d(x[..., None], (2, 2, 1)),
 }
@@ -86,6 +86,7 @@ LEFT = {
     "dilation": lambda x: F.max_pool2d(x, 2, dilation=2),
     "no batch": lambda x: F.max_pool2d(x[0], 2),
     "a large window": lambda x: F.max_pool2d(x, 5),
+    "windows that overlap": lambda x: F.max_pool2d(x, 3, (3, 2), 1),
     "integers": lambda x: F.max_pool2d(x.to(torch.int64), 2),
 }
 
@@ -107,7 +108,7 @@ def test_compiled(dims):
     """PyTorch's values and strides, in a model with a norm, in both memory formats. In inference, PyTorch's own."""
 
     def forward(x):
-        return F.max_pool2d(x.relu(), 3, 2, 1) if dims == 2 else F.max_pool3d(x.relu(), 2)
+        return F.max_pool2d(x.relu(), 3, 3, 1) if dims == 2 else F.max_pool3d(x.relu(), 2)
 
     compiled = torch.compile(forward, backend="normfuse", fullgraph=True)
     format = torch.channels_last if dims == 2 else torch.channels_last_3d
@@ -140,6 +141,6 @@ def test_nothing_is_scattered():
         return compile(graph, inputs)
 
     x = torch.randn(2, 3, 9, 9, requires_grad=True)
-    torch.compile(lambda x: F.max_pool2d(x, 3, 2, 1), backend=backend)(x).sum().backward()
+    torch.compile(lambda x: F.max_pool2d(x, 3, 3, 1), backend=backend)(x).sum().backward()
     (result, places), (gradient,) = returned
     assert (places.dtype, places.shape, gradient.shape) == (torch.int8, result.shape, x.shape)
