@@ -40,12 +40,13 @@ def normfuse(
     """
     import torch._inductor  # which takes a second to import
 
-    found = rewriting.rewrite(module, compiles=True)
+    of_mode = torch._inductor.list_mode_options(mode) if mode else {}
+    given = {**of_mode, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
+    replays = given.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs)
+    found = rewriting.rewrite(module, compiles=True, replays=replays)
     _log.info("%d chains in a graph of %d nodes", len(found), len(module.graph.nodes))
     for each in found:
         _log.info("%s%s, in the place of %s", "open " if each.is_open else "", each.chain, ", ".join(each.nodes))
-    of_mode = torch._inductor.list_mode_options(mode) if mode else {}
-    given = {**of_mode, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
     for name, change in _PASSES.items():
         given[name] = _behind(given.get(name), name, change)
     return torch._inductor.compile(module, list(example_inputs), options=given)

@@ -260,8 +260,9 @@ def explain(
     backward pass with ones follows. It leaves every ``.grad`` as it is, and a graph behind the arguments.
 
     Of a module, whether ``fuse`` changed it or not, it tells what ``fuse`` would run, and which contractions and norms
-    it leaves. Of one that ``torch.compile`` returned, it tells the same of the backend ``"normfuse"``, and of an open
-    norm the two calls that are not Inductor's. Of a function, it tells the calls of this project's chains alone.
+    it leaves. Of one that ``torch.compile`` returned, it tells the same of the backend ``"normfuse"`` without CUDA
+    graphs, and of an open norm the two calls that are not Inductor's. Of a function, it tells the calls of this
+    project's chains alone.
 
     Args:
         model_or_function: What to call: a module, or any function of tensors.

@@ -41,14 +41,15 @@ def reason_for_pytorch(moved: float, launches: int, host: float = CAPTURED_CALL,
     )
 
 
-def reason_for_compiler(chain: Growth) -> str:
-    """Why a chain is left to a compiler, in words; "" where it is not."""
+def reason_for_compiler(chain: Growth, replays: bool = False) -> str:
+    """Why a chain is left to a compiler, in words; "" where it is not. ``replays``: whether a CUDA graph runs the call,
+    which takes no time of the host's then."""
     if chain.contraction and not stays_closed(chain.contraction, chain.given):
         return "left to the compiler: a norm of images behind PyTorch's convolution is faster than both as one call"
     start, value = example(chain.start), example(chain.value)
     is_product = chain.contraction == "linear" and not chain.norm and start.dtype.itemsize == 2
     # In training, a product's backward pass is one kernel less.
-    is_inferred = is_product and value.is_cuda and not value.requires_grad
+    is_inferred = is_product and value.is_cuda and not (value.requires_grad or replays)
     if _is_computed_either_way(chain) or (is_inferred and _has_pass_of_its_own(chain)):
         moved = sum(map(size_of, (start, example(chain.given.get("weight")), value)))
         return f"left to the compiler: {moved / 1e6:.1f} MB would be moved either way"

@@ -72,15 +72,18 @@ class Rewritten:
     is_open: bool = False
 
 
-def rewrite(module: GraphModule, compiles: bool = False, everything: bool = False) -> tuple[Rewritten, ...]:
+def rewrite(
+    module: GraphModule, compiles: bool = False, everything: bool = False, replays: bool = False
+) -> tuple[Rewritten, ...]:
     """Put one call in the place of each chain, in the module's graph and in those within it, such as a checkpoint's.
 
     ``compiles``: whether a compiler gets the graph. Norms are left to it where all that uses their result is computed
     in its kernel for the norm. Else chains are left that are not faster as a call, unless ``everything`` is taken.
+    ``replays``: whether a CUDA graph runs what the compiler makes.
     """
     found: list[Rewritten] = []
     for each in graphs(module):
-        found += _rewrite_graph(each.graph, compiles, everything)
+        found += _rewrite_graph(each.graph, compiles, everything, replays)
         each.recompile()
     return tuple(found)
 
@@ -97,7 +100,7 @@ def _reason_to_leave(growth: Growth) -> str:
     return pays.reason_for_pytorch(*growth.saved, host) if value.is_cuda else ""
 
 
-def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[Rewritten]:
+def _rewrite_graph(graph: Graph, compiles: bool, everything: bool, replays: bool) -> Iterator[Rewritten]:
     if any("increment_nesting" in name_of(node) for node in graph.nodes):
         return  # of torch.func, which does not know the chains
     if compiles:
@@ -125,7 +128,7 @@ def _rewrite_graph(graph: Graph, compiles: bool, everything: bool) -> Iterator[R
             contraction = Growth(node, kind, given, nodes=(node,), places={node: 0})
             starts = [contraction] if kinds is CONTRACTIONS else beginnings(node, given, opens)
             for end in (end for start in starts for end in start.ends() if end.is_whole):
-                if compiles and (reason := pays.reason_for_compiler(end)):
+                if compiles and (reason := pays.reason_for_compiler(end, replays)):
                     node.meta.setdefault(REFUSAL, reason)
                     break
                 if not surroundings.allow(end.nodes):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ops import fuse
+from ops import fuse, pays
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -129,12 +129,16 @@ def test_a_residual_stream(function, chains, handed):
     ],
     ids=str,
 )
-def test_mode_and_options(handed, given, expected, context):
-    """They reach Inductor, a mode as the options that it stands for."""
+def test_mode_and_options(handed, given, expected, context, monkeypatch):
+    """They reach Inductor, a mode as the options that it stands for; and the rule knows of CUDA graphs."""
     layers, input = model(), torch.randn(4, 16)
+    asked = []
+    rule = pays.reason_for_compiler
+    monkeypatch.setattr(pays, "reason_for_compiler", lambda *given: asked.append(given[1]) or rule(*given))
     with context():
         torch.testing.assert_close(torch.compile(layers, backend="normfuse", **given)(input), layers(input))
     assert handed.options == [expected]
+    assert set(asked) == {"triton.cudagraphs" in expected}
 
 
 def test_log(handed, caplog):
