@@ -121,9 +121,7 @@ def _gather(gradient: Tensor, axes: Sequence[_Axis], dim: int) -> Tensor:
     """The gradient of the inputs along these axes, of which ``dim`` is the first, from that of the outputs."""
     total: Any = 0.0
     for terms in itertools.product(*[axis.terms(gradient.dtype, gradient.device) for axis in axes]):
-        index: list[Tensor | None] = [None] * dim
-        index += [each[0].view(-1, *[1] * behind) for behind, each in zip(_countdown(len(axes)), terms, strict=True)]
-        values: Tensor = _aten._unsafe_index.Tensor(gradient, index)
+        values = at(gradient, [each[0] for each in terms], dim)
         for behind, (_, _, weight) in zip(_countdown(gradient.ndim - dim), terms, strict=False):
             if weight is not None:
                 values = values * weight.view(-1, *[1] * behind)
@@ -131,6 +129,13 @@ def _gather(gradient: Tensor, axes: Sequence[_Axis], dim: int) -> Tensor:
             values = torch.where(is_part.view(-1, *[1] * behind), values, 0.0)
         total = total + values
     return total
+
+
+def at(image: Tensor, places: Sequence[Tensor], dim: int = 2) -> Tensor:
+    """The image at these places along its axes from ``dim`` on, one row of indices an axis, without a check of them."""
+    rows = [each.view(-1, *[1] * behind) for behind, each in zip(_countdown(len(places)), places, strict=True)]
+    values: Tensor = _aten._unsafe_index.Tensor(image, [None] * dim + rows)
+    return values
 
 
 def _countdown(count: int) -> range:

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from ops.fingerprint import check, fingerprint
 from ops.graph_nodes import example
+from ops.interpolation import at
 
 Tensor = torch.Tensor
 _FUNCTIONS: dict[Any, int] = {
@@ -60,12 +61,6 @@ def _along(each: Tensor, axis: int, dims: int) -> Tensor:
     return each.view(-1, *[1] * (dims - 1 - axis))
 
 
-def _at(image: Tensor, places: Sequence[Tensor]) -> Tensor:
-    index = [None, None, *(_along(each, axis, len(places)) for axis, each in enumerate(places))]
-    values: Tensor = torch.ops.aten._unsafe_index.Tensor(image, index)
-    return values
-
-
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, axes):
@@ -73,7 +68,7 @@ class _MaxPool(torch.autograd.Function):
         # The first of equal values is chosen, of several NaNs the last: from the last place on, all that is not less.
         for place in reversed(list(itertools.product(*[range(axis.kernel) for axis in axes]))):
             found = [axis.inputs(each, input.device) for axis, each in zip(axes, place, strict=True)]
-            values = _at(input, [each for each, _ in found])
+            values = at(input, [each for each, _ in found])
             if best is None:
                 best, chosen = torch.full_like(values, -math.inf), torch.zeros_like(values, dtype=torch.int8)
             takes = ~((values < best) | best.isnan())
@@ -89,8 +84,8 @@ class _MaxPool(torch.autograd.Function):
         (chosen,), axes = ctx.saved_tensors, ctx.axes
         outputs, *others = zip(*[axis.windows(gradient.device) for axis in axes], strict=True)
         places, inside = ([_along(each, i, len(axes)) for i, each in enumerate(row)] for row in others)
-        is_chosen = functools.reduce(torch.logical_and, inside, _at(chosen, outputs) == _number(axes, places))
-        result = torch.where(is_chosen, _at(gradient, outputs), 0.0)
+        is_chosen = functools.reduce(torch.logical_and, inside, at(chosen, outputs) == _number(axes, places))
+        result = torch.where(is_chosen, at(gradient, outputs), 0.0)
         return result.contiguous(memory_format=suggest_memory_format(gradient)), None
 
 
