@@ -6,10 +6,12 @@ in the place of each chain. All others stay as they were.
 """
 
 import inspect
+import itertools
 import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +73,19 @@ def _call(module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
     if fusion is None:
         return type(module).forward(module, *arguments, **options)
     if torch.compiler.is_compiling():  # and does not take the class where that is marked by allow_in_graph
+        _note_compiled(fusion.number)
         return fusion.written(module, *arguments, **options)
     return fusion.call(arguments, options)
+
+
+#: The numbers of the Fusions to which the calls came that Dynamo is capturing.
+_compiled: ContextVar[set[int]] = ContextVar("_compiled")
+
+
+@torch.compiler.assume_constant_result  # called while Dynamo captures
+def _note_compiled(number: int) -> None:
+    if (compiled := _compiled.get(None)) is not None:
+        compiled.add(number)
 
 
 _CODE, _CLOSURE = (lambda function: (function.__code__, function.__closure__))(_closure(_call))
@@ -89,7 +102,7 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def is_passed_over(module: nn.Module) -> bool:
-    return _has_own_forward(module) and of(module) is None and _is_written(module)
+    return of(module) is None and _has_own_forward(module) and _is_written(module)
 
 
 def may_hold(module: nn.Module) -> bool:
@@ -129,6 +142,8 @@ class _Record:
         return self.fused > 0 or len(self.as_written) > 0
 
 
+_numbers = itertools.count()
+
 #: Taken while a model is looked at, which changes its modules.
 _looking = threading.RLock()
 
@@ -142,6 +157,7 @@ class Fusion:
     themselves.
 
     Attributes:
+        number: Of no other one.
         written: The forward that compilers see.
         holds: Whether chains were found of which it is the smallest module.
         looked: The modes (``training``) in which chains were looked for.
@@ -151,6 +167,7 @@ class Fusion:
 
     def __init__(self, module: nn.Module, everything: bool) -> None:
         self._module, self._everything = module, everything
+        self.number = next(_numbers)
         self.written = type(module).forward
         self.holds = False
         self.looked: set[bool] = set()
@@ -222,7 +239,11 @@ class Fusion:
     def _look(self, module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
         search, training = _Search(module, self.rewrite), module.training
-        result = self._captured_for(search)(module, arguments, options)
+        token = _compiled.set(search.compiled)
+        try:
+            result = self._captured_for(search)(module, arguments, options)
+        finally:
+            _compiled.reset(token)
         if search.called:
             with _looking:
                 self.looked.add(training)
@@ -257,6 +278,7 @@ class _Search:
         self._module, self._rewrite = module, rewrite
         self._modules = {str(id(each)): each for each in module.modules()}
         self.called: set[nn.Module] = set()
+        self.compiled: set[int] = set()
         #: Of each chain: the calls around it, and what it is.
         self._found: list[tuple[dict[str, nn.Module], str]] = []
 
@@ -265,9 +287,15 @@ class _Search:
         for each in rewriting.graphs(graph):
             self.called.update(*[self._around(rewriting.calls(node)).values() for node in each.graph.nodes])
         for chain in self._rewrite(graph):
-            around = {key: each for key, each in self._around(chain.calls).items() if not is_passed_over(each)}
+            around = {key: each for key, each in self._around(chain.calls).items() if self._is_reached(each)}
             if around:
                 self._found.append((around, chain.chain))
+
+    def _is_reached(self, module: nn.Module) -> bool:
+        """Whether its calls go to its class's forward by way of its Fusion, or can."""
+        fusion = of(module)
+        by_wrapper = fusion and (module is self._module or fusion.number in self.compiled)
+        return bool(by_wrapper) or not _has_own_forward(module)
 
     def _around(self, calls: Iterable[str]) -> dict[str, nn.Module]:
         """The modules in whose calls something was captured, by the calls, from the outside in."""

@@ -291,6 +291,23 @@ def test_wrappers_within_what_is_captured(calls):
         assert len(report.chains) == 2 and "forward" not in str(report)
 
 
+@pytest.mark.parametrize("calls", [-1, 0, 1])
+def test_a_wrapper_of_the_classs_forward(calls):
+    """Calls do not get to what ``fuse`` set below it: what is around them holds the chains, once it is known."""
+    model = made(lambda: nn.Sequential(Block(), nn.Softmax(-1)))
+    plain = copy.deepcopy(model)
+    report = None if calls < 0 else fuse(model)
+    for call in range(4):
+        if call == max(calls, 0):
+            model[0].forward = lambda *given: Block.forward(model[0], *given)
+            report = report or fuse(model)
+        torch.testing.assert_close(model(rows()), plain(rows()), atol=1e-4, rtol=1e-4)
+        if calls == 1 <= call:  # what it had held is lost
+            assert report.chains == () and "0: nothing of it ran fused since its forward was set" in str(report)
+        else:
+            assert [each.module for each in report.chains] == ["0" if call < calls else ""]
+
+
 def test_a_forward_of_the_users_own_is_told_of():
     """It is not looked at, and the report promises nothing."""
     model = made(lambda: nn.Sequential(Block(), nn.Softmax(-1)))
