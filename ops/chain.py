@@ -226,7 +226,6 @@ class Chain(triton_kernels.chain.Chain):
             return self._reduce_after(row, num_groups, eps, result)
         call = self._call(row, numbers, num_groups, eps, geometry, dtype)
         if key is None and opens and open_norms.opens(call, input):
-            operators.refuse_transforms(call.name)
             with precision.without_autocast(input.device):
                 return open_norms.apply(call, row)
         if key is None:

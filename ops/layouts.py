@@ -24,6 +24,8 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _STATISTICS, _SUMS = "normfuse::statistics", "normfuse::sums"
+#: Operators of this project, which take images of any strides and are fastest for channels_last.
+_OWN_OPERATORS = {_STATISTICS, _SUMS, "normfuse::max_pool_backward"}
 _CAST = torch.ops.prims.convert_element_type.default
 #: What a node's ``meta`` says of itself alone.
 _OWN = {"val", "tensor_meta", "eager_input_vals"}
@@ -63,8 +65,9 @@ def lay_out(graph: Graph) -> None:
             if _name(node).removesuffix("_backward") in _PADS and not any(node.args[-1]):
                 _leave_out(node)
         _Pass(graph, _around(is_open)).run()
-        for node in is_open:  # as Inductor lets operators have the strides of these
-            node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        for node in graph.nodes:  # as Inductor lets operators have the strides of these
+            if _name(node) in _OWN_OPERATORS:
+                node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
         graph.eliminate_dead_code()
         graph.lint()
 
@@ -96,11 +99,13 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _images_of(node: Node) -> list[Node]:
-    """What an open norm's operator, or a convolution, reads of an image's shape."""
+    """What an operator of ours, or a convolution, reads of an image's shape."""
     if _name(node) == _STATISTICS:
         return [node.args[1][0]]
     if _name(node) == _SUMS:
         return [node.args[2], node.args[4][0]]
+    if _name(node) in _OWN_OPERATORS:
+        return list(node.args[1:])
     return list(node.args[: _CONVOLUTIONS[node.target][0]])
 
 
@@ -182,14 +187,14 @@ class _Pass:
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
             return node.target is operator.getitem
-        is_known = _name(node) in _LAYOUT_FREE | _VIEWS | {_STATISTICS, _SUMS}
+        is_known = _name(node) in _LAYOUT_FREE | _VIEWS | _OWN_OPERATORS
         return (_is_pointwise(node) and not node.target._schema.is_mutable) or is_known or self._lays_out(node)
 
     def _lays_out(self, node: Node) -> bool:
         return node.target in _CONVOLUTIONS and node in self._region and _converts(node)
 
     def _visit(self, node: Node) -> None:
-        if node.target in _CONVOLUTIONS or _name(node) in (_STATISTICS, _SUMS):
+        if node.target in _CONVOLUTIONS or _name(node) in _OWN_OPERATORS:
             for image in _images_of(node):
                 if image.meta["val"].ndim in CHANNELS_LAST and not _is_laid_out(image.meta["val"]):
                     node.replace_input_with(image, self._laid_out(image, node))

@@ -153,17 +153,29 @@ class _Open(torch.autograd.Function):
         refuse_second_derivative(call.name)
         place, steps = call.chain.norm_place, call.chain.steps
         specs = specs_of(call, row, ctx.needs_input_grad[1:])
-        # Those of the input, its weight, and what is before the norm are computed here.
-        before = 2 + sum(step.has_tensor for step in steps[:place])
+        # Those of the input, its weight, and what is before the norm are computed here, but for what is added last:
+        # the sums of the input's gradient, which would be a pass over the image.
+        kinds = ["", "", *(step.operand for step in steps[:place] if step.has_tensor)]
+        before = len(kinds)
         of_sums: list[Spec] = [None] * before + specs[before:]
+        added = [each for each in range(before - call.chain.added_last, before) if specs[each]]
+        if added:
+            of_each = next((each for each in added if kinds[each] == "sample"), added[0])
+            of_sums[of_each] = specs[of_each][0], torch.float32
         if not any(of_sums):  # an operator that returns a list of one would crash Inductor's C++ wrapper (PyTorch 2.13)
             of_sums[before] = (row[0].shape[1],), torch.float32
         factors, *found = torch.ops.normfuse.sums.default(
             call.text_in_graph, write_specs(of_sums, ()), gradient, statistics, present(row)
         )
+        of_added = found.pop(0).view(-1, row[0].shape[1]) if added else None
         gradients = iter(found)
         of_last = [None if each is None else next(gradients) for each in of_sums[before:]]
-        of_first = _gradients_before(call, row, statistics, gradient, factors, specs[:before])
+        of_first = _gradients_before(
+            call, row, statistics, gradient, factors, [None if i in added else specs[i] for i in range(before)]
+        )
+        for each in added:
+            total = of_added if kinds[each] == "sample" else of_added.sum(0)
+            of_first[each] = total.view(row[each].shape).to(row[each].dtype)
         return None, *of_first, *(each if spec else None for each, spec in zip(of_last, specs[before:], strict=True))
 
 

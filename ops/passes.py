@@ -201,11 +201,14 @@ def open_sums(
     factors: Tensor,
     gradients: Sequence[Tensor | None],
 ) -> None:
-    """Write an open norm's factors, slope and shift, and the gradients from the norm on."""
+    """Write an open norm's factors, slope and shift, the gradients from the norm on, and one that is wanted before it,
+    of what is added there."""
     samples, channels, _ = image.shape
     of_groups, _ = _parts(found, samples, call.num_groups)
     config = image_norm_config("image_sums", channels // call.num_groups, image, dy)
-    image_sums(dy, image, of_groups, call.chain, operands, gradients, config, channels=factors.unbind())
+    added = next((each for each in gradients[: call.chain.norm_place] if each is not None), None)
+    options: dict[str, Any] = {"channels": factors.unbind(), "added": added}
+    image_sums(dy, image, of_groups, call.chain, operands, gradients, config, **options)
 
 
 def _parts(found: Tensor, samples: int, num_groups: int) -> tuple[Tensor, tuple[Tensor, ...]]:

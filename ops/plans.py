@@ -45,7 +45,7 @@ def make_forward(call: Call, tensors: Sequence[Tensor | None], training: bool) -
     """
     call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
     forward = contraction_of(call.chain).forward
-    return _made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
+    return made(tensors, lambda stand_ins: forward(Arguments.of(call, stand_ins), training))
 
 
 def make_backward(
@@ -73,7 +73,7 @@ def make_backward(
         _add_up_scalars(steps, written, found)
         return [each for each, is_wanted in zip((*of_matrices, *found), wanted, strict=True) if is_wanted]
 
-    return _made([gradient, *tensors, *kept], write)
+    return made([gradient, *tensors, *kept], write)
 
 
 def empty_gradient(spec: Any, gradient: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def make_statistics(call: Call, tensors: Sequence[Tensor | None]) -> Plan:
         passes.open_statistics(call, arguments.operands, image, found)
         return [found]
 
-    return _made(tensors, write)
+    return made(tensors, write)
 
 
 def make_sums(
@@ -103,7 +103,8 @@ def make_sums(
 ) -> Plan:
     """The plan of an open norm's backward sums: the factors slope and shift [2, B, C], and the wanted gradients.
 
-    ``tensors`` and ``wanted`` are as for ``make_backward``, of which the norm's and what follows it are wanted here.
+    ``tensors`` and ``wanted`` are as for ``make_backward``, of which the norm's and what follows it are wanted here,
+    and of what is added right before the norm one at most.
     """
     call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
     steps = [step for step in call.chain.steps if step.has_tensor]
@@ -124,7 +125,7 @@ def make_sums(
         _add_up_scalars(steps, written, gradients)
         return [factors, *(each for each in gradients if each is not None)]
 
-    return _made([gradient, statistics, *tensors], write)
+    return made([gradient, statistics, *tensors], write)
 
 
 def _add_up_scalars(steps: Sequence[Any], written: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -157,7 +158,8 @@ def _add_up(values: Tensor, target: Tensor) -> None:
     target.copy_(values.sum(dtype=torch.float64))
 
 
-def _made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]]) -> Plan:
+def made(tensors: Sequence[Tensor | None], write: Callable[[list], list[Tensor]]) -> Plan:
+    """The plan of what ``write`` does with stand-ins of the tensors, and returns."""
     device = next(each.device for each in tensors if each is not None)
     stand_ins = [None if each is None else stand_in(each) for each in tensors]
     planner = Planner(device, [each for each in stand_ins if each is not None])

@@ -1,15 +1,18 @@
 """Max pooling in compiled graphs with a backward pass that gathers.
 
 PyTorch's keeps an index of 64 bits for each output, and in 3-D its gradient is added with atomics. Here an output keeps
-the place in its window, in 8 bits, and each input reads the one window that it is in. It is plain aten, which Inductor
-puts into kernels with what is around it.
+the place in its window, in 8 bits, and each input reads the windows that it is in. Where that is one, it is plain aten,
+which Inductor puts into kernels with what is around it. Of several, Inductor would compute all that their gradients are
+made of once for each: a kernel of ours gathers them.
 """
 
+import ast
+import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +20,14 @@ import torch.nn.functional as F
 from torch._prims_common import suggest_memory_format
 from torch.fx import Graph, Node
 
+from ops import plans, precision
+from ops.calls import as_volume
 from ops.fingerprint import check, fingerprint
 from ops.graph_nodes import example
 from ops.interpolation import at
+from ops.operators import define, layouts_of
+from ops.plan import Plan
+from triton_kernels.max_pool import PooledAxis, max_pool_backward
 
 Tensor = torch.Tensor
 _FUNCTIONS: dict[Any, int] = {
@@ -27,33 +35,24 @@ _FUNCTIONS: dict[Any, int] = {
     for dims, name in enumerate(("max_pool1d", "max_pool2d", "max_pool3d"), 1)
     for function in (getattr(F, name), getattr(torch, name))
 }
-#: Larger windows are PyTorch's.
+#: Larger windows are PyTorch's, and those farther apart.
 _MOST_PLACES = 16
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """One axis, whose window of an output begins at input ``output * stride - padding``."""
+def _inputs(axis: PooledAxis, place: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The inputs at a place of the windows, and which there are; None for all."""
+    input = torch.arange(axis.outputs, device=device) * axis.stride + (place - axis.padding)
+    if place >= axis.padding and (axis.outputs - 1) * axis.stride + place - axis.padding < axis.size:
+        return input, None
+    return input.clamp(0, axis.size - 1), (input >= 0) & (input < axis.size)
 
-    size: int
-    outputs: int
-    kernel: int
-    stride: int
-    padding: int
 
-    def inputs(self, place: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """The inputs at a place of the windows, and which there are; None for all."""
-        input = torch.arange(self.outputs, device=device) * self.stride + (place - self.padding)
-        if place >= self.padding and (self.outputs - 1) * self.stride + place - self.padding < self.size:
-            return input, None
-        return input.clamp(0, self.size - 1), (input >= 0) & (input < self.size)
-
-    def windows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """The window that each input is in: its output, the input's place in it, and whether there is one."""
-        shifted = torch.arange(self.size, device=device) + self.padding
-        output = torch.div(shifted, self.stride, rounding_mode="floor")
-        place = shifted - output * self.stride
-        return output.clamp(max=self.outputs - 1), place, (output < self.outputs) & (place < self.kernel)
+def _window(axis: PooledAxis, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The window that each input is in: its output, the input's place in it, and whether there is one."""
+    shifted = torch.arange(axis.size, device=device) + axis.padding
+    output = torch.div(shifted, axis.stride, rounding_mode="floor")
+    place = shifted - output * axis.stride
+    return output.clamp(max=axis.outputs - 1), place, (output < axis.outputs) & (place < axis.kernel)
 
 
 def _along(each: Tensor, axis: int, dims: int) -> Tensor:
@@ -63,11 +62,11 @@ def _along(each: Tensor, axis: int, dims: int) -> Tensor:
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, axes):
+    def forward(ctx, input, axes, written_by):
         best = chosen = None
         # The first of equal values is chosen, of several NaNs the last: from the last place on, all that is not less.
         for place in reversed(list(itertools.product(*[range(axis.kernel) for axis in axes]))):
-            found = [axis.inputs(each, input.device) for axis, each in zip(axes, place, strict=True)]
+            found = [_inputs(axis, each, input.device) for axis, each in zip(axes, place, strict=True)]
             values = at(input, [each for each, _ in found])
             if best is None:
                 best, chosen = torch.full_like(values, -math.inf), torch.zeros_like(values, dtype=torch.int8)
@@ -75,21 +74,30 @@ class _MaxPool(torch.autograd.Function):
             for number, (_, inside) in enumerate(found):
                 takes = takes if inside is None else takes & _along(inside, number, len(axes))
             best, chosen = torch.where(takes, values, best), torch.where(takes, _number(axes, place), chosen)
-        ctx.axes = axes
-        ctx.save_for_backward(chosen.to(torch.int8))
-        return best.contiguous(memory_format=suggest_memory_format(input))
+        ctx.axes, ctx.written_by = axes, written_by
+        # As the input lies: what is indexed is contiguous.
+        format = suggest_memory_format(input)
+        ctx.save_for_backward(chosen.to(torch.int8).contiguous(memory_format=format))
+        return best.contiguous(memory_format=format)
 
     @staticmethod
     def backward(ctx, gradient):
         (chosen,), axes = ctx.saved_tensors, ctx.axes
-        outputs, *others = zip(*[axis.windows(gradient.device) for axis in axes], strict=True)
+        if _overlaps(axes):
+            words = f"{ctx.written_by} | {[dataclasses.astuple(axis) for axis in axes]}"
+            return torch.ops.normfuse.max_pool_backward.default(words, gradient, chosen), None, None
+        outputs, *others = zip(*[_window(axis, gradient.device) for axis in axes], strict=True)
         places, inside = ([_along(each, i, len(axes)) for i, each in enumerate(row)] for row in others)
         is_chosen = functools.reduce(torch.logical_and, inside, at(chosen, outputs) == _number(axes, places))
         result = torch.where(is_chosen, at(gradient, outputs), 0.0)
-        return result.contiguous(memory_format=suggest_memory_format(gradient)), None
+        return result.contiguous(memory_format=suggest_memory_format(chosen)), None, None
 
 
-def _number(axes: Sequence[_Axis], places: Sequence[Any]) -> Any:
+def _overlaps(axes: Sequence[PooledAxis]) -> bool:
+    return any(axis.windows > 1 for axis in axes)
+
+
+def _number(axes: Sequence[PooledAxis], places: Sequence[Any]) -> Any:
     """That of a place in a window, which has one along each axis."""
     number = 0
     for axis, place in zip(axes, places, strict=True):
@@ -102,7 +110,7 @@ def _max_pool(input, written_by, outputs, kernel, stride, padding, ceil_mode):
     check(written_by)
     if torch.is_grad_enabled() and input.requires_grad:
         rows = zip(input.shape[2:], outputs, kernel, stride, padding, strict=True)
-        return _MaxPool.apply(input, [_Axis(*map(int, row)) for row in rows])
+        return _MaxPool.apply(input, [PooledAxis(*map(int, row)) for row in rows], written_by)
     return getattr(F, f"max_pool{input.ndim - 2}d")(input, kernel, stride, padding, ceil_mode=ceil_mode)
 
 
@@ -115,10 +123,48 @@ torch.library.define(
 torch.library.impl("normfuse::max_pool", "CompositeImplicitAutograd", _max_pool)
 
 
+_plans = plans.Kept()
+
+
+def _read(words: str) -> list[PooledAxis]:
+    written_by, _, rows = words.partition(" | ")
+    check(written_by)
+    return [PooledAxis(*row) for row in ast.literal_eval(rows)]
+
+
+def _backward_plan(words: str, gradient: Tensor, chosen: Tensor) -> Plan:
+    key = words, *layouts_of([gradient, chosen])
+    return _plans.get(key) or _plans.add(key, _make_backward(_read(words), gradient, chosen))
+
+
+def _make_backward(axes: list[PooledAxis], gradient: Tensor, chosen: Tensor) -> Plan:
+    first, second, third = [PooledAxis(1, 1, 1, 1, 0)] * (3 - len(axes)) + axes
+
+    def write(stand_ins):
+        result = _input_gradient(axes, *stand_ins)
+        max_pool_backward(*map(as_volume, (*stand_ins, result)), (first, second, third))
+        return [result]
+
+    return plans.made([gradient, chosen], write)
+
+
+def _input_gradient(axes: list[PooledAxis], gradient: Tensor, chosen: Tensor) -> Tensor:
+    shape, format = (*gradient.shape[:2], *[axis.size for axis in axes]), suggest_memory_format(chosen)
+    return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=format)
+
+
+define(
+    "max_pool_backward",
+    "(str words, Tensor gradient, Tensor chosen) -> Tensor",
+    _backward_plan,
+    lambda words, gradient, chosen: [_input_gradient(_read(words), gradient, chosen)],
+)
+
+
 def rewrite(graph: Graph) -> None:
     """Let each max pooling whose gradient a gather computes faster have that. The others are PyTorch's: of open sizes,
-    with dilation or indices, of images without a batch, with large windows, and with those that overlap (Inductor would
-    compute all that their gradients are made of once for each)."""
+    with dilation or indices, of images without a batch, with large windows, and with those that overlap where no kernel
+    runs."""
     for node in list(graph.nodes):
         arguments = _arguments(node) if node.op == "call_function" and node.target in _FUNCTIONS else None
         if arguments:
@@ -142,7 +188,9 @@ def _arguments(node: Node) -> tuple | None:
     outputs = list(example(node).shape[2:])
     if not all(type(each) is int for each in (*input.shape[2:], *outputs, *kernel, *stride, *padding)):
         return None
-    overlap = any(size > step for size, step in zip(kernel, stride, strict=True))
-    if overlap or math.prod(kernel) > _MOST_PLACES or 0 in input.shape:
+    overlap = any(map(operator.gt, kernel, stride))
+    if max(map(math.prod, (kernel, stride))) > _MOST_PLACES or 0 in input.shape:
+        return None
+    if overlap and not precision.runs_kernels(input):
         return None
     return given["input"], fingerprint([]), outputs, kernel, stride, padding, bool(given.get("ceil_mode"))

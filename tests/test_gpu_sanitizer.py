@@ -34,6 +34,7 @@ from tests.chains import (
 )
 from tests.gpu import DEVICE, arguments_of
 from triton_kernels.hopper import runs_hopper_convolutions, runs_hopper_kernels
+from triton_kernels.max_pool import PooledAxis, max_pool_backward
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -156,6 +157,18 @@ def test_convolutions(name, format, dtype):
     problem, geometry = CONVOLUTIONS[name]
     arguments = {**arguments_of(L19, problem, dtype), **geometry}
     run_both_ways(L19.function, {**arguments, "input": arguments["input"].contiguous(memory_format=format)})
+
+
+@by_dtype
+@by_format
+def test_max_pooling(format, dtype):
+    """No size is a multiple of anything; windows begin before the image and end behind it."""
+    axes = PooledAxis(1, 1, 1, 1, 0), PooledAxis(13, 8, 3, 2, 2), PooledAxis(7, 8, 2, 1, 1)
+    gradient = torch.randn(3, 5, 8, 8, device=DEVICE).to(dtype).contiguous(memory_format=format)
+    chosen = torch.randint_like(gradient, 6).to(torch.int8)
+    target = torch.empty(3, 5, 13, 7, dtype=dtype, device=DEVICE, memory_format=format)
+    max_pool_backward(*(each.view(3, 5, -1) for each in (gradient, chosen, target)), axes)
+    assert target.isfinite().all()
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="each of several processes launches a part")

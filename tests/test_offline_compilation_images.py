@@ -24,6 +24,7 @@ from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION
+from triton_kernels.max_pool import PooledAxis, max_pool_backward
 from triton_kernels.pointwise import ADD, nearest_tf32
 from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
@@ -65,6 +66,23 @@ def assert_fit_without_spills(kernels, allowed_spill=0, put_aside=0):
 def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):
     assert_fit_without_spills([kernel], allowed_spill)
     assert "wgmma.mma_async" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
+
+
+@by_architecture
+@by_format
+@pytest.mark.parametrize("kernel, stride", [(3, 2), (2, 1), (3, 1)])
+def test_max_pool_backward(kernel, stride, format, arch):
+    axis = PooledAxis(112, (112 + 2 - kernel) // stride + 1, kernel, stride, 1)
+
+    def launch():
+        for dtype in (torch.bfloat16, torch.float32):
+            gradient, chosen = (images(each, format, size=axis.outputs).flatten(2) for each in (dtype, torch.int8))
+            target = images(dtype, format, size=axis.size).flatten(2)
+            max_pool_backward(gradient, chosen, target, (PooledAxis(1, 1, 1, 1, 0), axis, axis))
+
+    kernels = compile_launches(launch, arch)
+    assert len(kernels) == 2
+    assert_fit_without_spills(kernels)
 
 
 @by_architecture

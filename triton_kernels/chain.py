@@ -126,6 +126,13 @@ class Chain:
         return len(self._first)
 
     @cached_property
+    def added_last(self) -> int:
+        """How many of the last steps before the norm add one value a channel. The gradient of each such value is the
+        sum of the gradients of what the norm takes."""
+        kinds = [step.adds and step.operand in ("vector", "sample") for step in reversed(self._first)]
+        return kinds.index(False) if False in kinds else len(kinds)
+
+    @cached_property
     def steps(self) -> tuple[Pointwise, ...]:
         """All pointwise functions in order: ``biases``, ``activation`` and ``last``."""
         return self._first + self.last

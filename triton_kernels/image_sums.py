@@ -1,7 +1,7 @@
 """The sums over images that the gradient of their group norm takes, in one launch.
 
-They are each group's, and those of each channel: the gradients of the operands from the norm on. Images are [B, C, S],
-as in ``image_tiles``.
+They are each group's, and those of each channel: the gradients of the operands from the norm on, and of what is added
+right before it. Images are [B, C, S], as in ``image_tiles``.
 """
 
 from collections.abc import Sequence
@@ -59,13 +59,14 @@ def sums_of_part(
     num_groups,
     KINDS: tl.constexpr,
     CHAIN: tl.constexpr,
+    ADDED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     FULL: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Sums [BLOCK_C] over a part's pixels, for each of KINDS: of dy * normalized, of dy, and of what ``steps_gradient``
-    returns for the steps after the norm. dy is the gradient behind the norm's bias."""
+    """Sums [BLOCK_C] over a part's pixels, for each of KINDS: of dy * normalized, of dy, of what ``steps_gradient``
+    returns for the steps after the norm and, if ADDED, of normalized. dy is the gradient behind the norm's bias."""
     groups = corner[0].to(tl.int64) * num_groups + c // GROUP_SIZE
     mean = tl.load(statistics[0] + groups, mask=real, other=0.0)[:, None]
     rstd = tl.load(statistics[1] + groups, mask=real, other=0.0)[:, None]
@@ -81,6 +82,8 @@ def sums_of_part(
         y = apply_steps(normalized, loaded, CHAIN, CHAIN.norm_place, CHAIN.norm_place + 2)
         dy, of_after = steps_gradient(dy, y, loaded, CHAIN, CHAIN.norm_place + 2, len(CHAIN.steps))
         gradients = (dy * normalized, dy) + of_after
+        if ADDED:
+            gradients = gradients + (normalized,)
         sums = add_gradients(sums, gradients, targets, place, inside, tile_of_image, KINDS)
     totals = ()
     for i in tl.static_range(len(KINDS)):
@@ -144,6 +147,14 @@ def add_up_samples(targets, totals, samples, c, real, channels, KINDS: tl.conste
 
 
 @triton.jit
+def of_channel(values, real, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Of values of a unit's groups [LANES] those of a block's channels [BLOCK_C]."""
+    if GROUP_SIZE == 1:
+        return values
+    return tl.sum(tl.where(members(real, GROUPS, GROUP_SIZE, LANES), values[:, None], 0.0), 0)
+
+
+@triton.jit
 def sums_kernel(
     output_gradient,  # an image
     input,  # an image
@@ -151,7 +162,8 @@ def sums_kernel(
     statistics,  # mean and rstd: [B * G]
     means,  # [B * G] each: of norm_weight * dy * normalized, the projection, and of norm_weight * dy
     of_channels,  # None, or -rstd**2 * projection and -rstd * mean of norm_weight * dy: [B, C]
-    targets,  # of the gradients of the norm's weight and bias and of the operands after it: [B, C], or an image
+    targets,  # of the gradients of the norm's weight and bias, of the operands after it (which may be images) and, if
+    # ADDED, of what is added right before it: [B, C]
     totals,  # the sums of these over the samples [C], where ADDS_UP
     partials,  # [B, strips, len(KINDS), C]
     counters,  # [B, units] where units have several parts, and [units] where there are totals
@@ -160,6 +172,7 @@ def sums_kernel(
     sizes,  # channels, pixels of a sample (in units of PIXEL_UNIT), units, strips, tiles of a strip
     KINDS: tl.constexpr,
     CHAIN: tl.constexpr,
+    ADDED: tl.constexpr,
     ADDS_UP: tl.constexpr,
     GROUPS: tl.constexpr,  # and the following: as in Parts
     GROUP_SIZE: tl.constexpr,
@@ -187,7 +200,7 @@ def sums_kernel(
     c, real = channels_of_block(first, block, channels, UNIT, BLOCK_C)
     sums = sums_of_part(
         output_gradient, input, operands, statistics, targets, corner, end, c, real, channels, num_groups,
-        KINDS, CHAIN, GROUP_SIZE, STAGES, FULL, BLOCK_S,
+        KINDS, CHAIN, ADDED, GROUP_SIZE, STAGES, FULL, BLOCK_S,
     )  # fmt: skip
     sample = corner[0].to(tl.int64)
     finishes = True
@@ -216,10 +229,26 @@ def sums_kernel(
                 member = members(real, GROUPS, GROUP_SIZE, LANES)
                 projection += tl.sum(tl.where(member, weighted[0][None, :], 0.0), 1)
                 gradient_mean += tl.sum(tl.where(member, weighted[1][None, :], 0.0), 1)
-            for i in tl.static_range(len(KINDS)):
+            for i in tl.static_range(len(KINDS) - ADDED):
                 if KINDS[i] == "vector" and targets[i] is not None:
                     tl.store(targets[i] + sample * channels + c, sums[i].to(targets[i].dtype.element_ty), mask=real)
-        width = (tl.cast(sizes[1], INDEX) * PIXEL_UNIT).to(tl.float32) * GROUP_SIZE
+        pixels = (tl.cast(sizes[1], INDEX) * PIXEL_UNIT).to(tl.float32)
+        if ADDED:
+            LAST: tl.constexpr = len(KINDS) - 1
+            for each in tl.range(0, BLOCKS, num_stages=1):
+                c, real = channels_of_block(first, each, channels, UNIT, BLOCK_C)
+                if BLOCKS > 1:
+                    sums = added_parts(of_sample, targets, c, real, channels, strips, KINDS, BLOCK_T)
+                gradient = sums[1].to(tl.float64)
+                if operands[CHAIN.norm_place] is not None:
+                    gradient *= tl.load(operands[CHAIN.norm_place] + c, mask=real, other=0.0).to(tl.float64)
+                gradient -= of_channel(gradient_mean, real, GROUPS, GROUP_SIZE, LANES) / GROUP_SIZE
+                of_values = of_channel(projection, real, GROUPS, GROUP_SIZE, LANES) / GROUP_SIZE
+                gradient -= of_values * (sums[LAST] / pixels).to(tl.float64)
+                rstd = tl.load(statistics[1] + sample * num_groups + c // GROUP_SIZE, mask=real, other=0.0)
+                target = targets[LAST] + sample * channels + c
+                tl.store(target, (gradient.to(tl.float32) * rstd).to(target.dtype.element_ty), mask=real)
+        width = pixels * GROUP_SIZE
         projection, gradient_mean = projection.to(tl.float32) / width, gradient_mean.to(tl.float32) / width
         group = unit * GROUPS + tl.arange(0, LANES)
         inside = (tl.arange(0, LANES) < GROUPS) & (group < num_groups)
@@ -252,6 +281,7 @@ def image_sums(
     config: ImageSumsConfig,
     *,
     channels: Sequence[torch.Tensor] | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The means [2, B * G] over groups that the gradient of ``input`` takes, in float32: with dy the gradient behind
     the norm's bias, of norm_weight * dy * normalized and of norm_weight * dy.
@@ -260,6 +290,8 @@ def image_sums(
     entry a step, None where not wanted. Those from the norm on are written: [C], [B, C] or an image, of any float
     dtype. ``channels`` are two of [B, C] in float32, k2 and k3 in
     input_gradient = dy * scale + (input - centre) * k2 + k3, with scale and centre of ``image_statistics``.
+    ``added`` gets the gradient of what is added to each channel right before the norm, [C] or [B, C]: the sum of
+    input_gradient over the pixels, rstd * (w * sum(dy) - pixels * means[1] - means[0] * sum(normalized)).
     """
     B, C, S = input.shape
     num_groups = statistics.shape[1] // max(1, B)
@@ -267,6 +299,8 @@ def image_sums(
     norm = chain.norm_place
     kept = [place for place in range(norm, len(chain.steps)) if place < norm + 2 or chain.has_gradient(place, operands)]
     kinds, wanted = chain.kinds(kept), [gradients[place] for place in kept]
+    if added is not None:
+        kinds, wanted = (*kinds, "vector"), [*wanted, added]
     vectors = [each if kind == "vector" else None for kind, each in zip(kinds, wanted, strict=True)]
     if input.numel() == 0:
         for each in vectors:
@@ -308,6 +342,7 @@ def image_sums(
         B,
         KINDS=kinds,
         CHAIN=chain,
+        ADDED=added is not None,
         ADDS_UP=adds_up,
         BLOCK_T=min(next_power_of_2(parts.strips), max(1, 1024 * config.num_warps // parts.block_c)),
         BLOCK_B=min(next_power_of_2(B), max(1, 1024 * config.num_warps // parts.block_c)),

@@ -265,16 +265,19 @@ def is_inside(real, pixel, pixels, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def tile_of_image(image, place, inside):
-    """Pointers to the tile [BLOCK_C, BLOCK_S] of an image at a place. Offsets are int64, as images are large.
+    """Pointers to the tile [BLOCK_C, BLOCK_S] of an image at a place; ``inside`` has the tile's shape."""
+    pixels = tl.cast(place[2], tl.int64) + tl.arange(0, inside.shape[1])
+    return pixels_of_image(image, place, pixels, inside.shape[0])
 
-    ``image`` is from ``as_image``; ``inside`` has the tile's shape.
-    """
+
+@triton.jit
+def pixels_of_image(image, place, pixels, BLOCK_C: tl.constexpr):
+    """Pointers to BLOCK_C channels from a place on of any pixels [BLOCK_S] of an image (from ``as_image``). Offsets are
+    int64, as images are large."""
     tensor, strides, units = image
-    sample, channel, pixel = place
-    corner = tl.cast(sample, tl.int64) * strides[0] * units[0]
-    channels = (tl.cast(channel, tl.int64) + tl.arange(0, inside.shape[0])) * strides[1] * units[1]
-    pixels = (tl.cast(pixel, tl.int64) + tl.arange(0, inside.shape[1])) * strides[2] * units[2]
-    return tensor + (corner + channels[:, None] + pixels[None, :])
+    corner = tl.cast(place[0], tl.int64) * strides[0] * units[0]
+    channels = (tl.cast(place[1], tl.int64) + tl.arange(0, BLOCK_C)) * strides[1] * units[1]
+    return tensor + (corner + channels[:, None] + (pixels.to(tl.int64) * strides[2] * units[2])[None, :])
 
 
 @triton.jit

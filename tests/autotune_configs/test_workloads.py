@@ -101,6 +101,21 @@ def test_what_is_tolerated(dtype, tolerance):
         assert (workload.fault(heuristic(workload.problem)) is None) == is_right
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_one_element(size):
+    """What is allowed for it follows the size of all."""
+    workload = workload_of(Problem("group_norm", "bfloat16", (1024, 128, 8)), CPU)
+    expected = torch.full((1024, 128), size, dtype=torch.float64)
+    workload.launch, workload.expected = lambda config: None, lambda: (expected,)
+    for share, reason in ((0.9, None), (1.1, "one element wrong by")):
+        result = expected.clone()
+        result[7, 9] += share * 2.0**-8 * (4 + 64) * size
+        workload.results = lambda config, result=result: (result,)
+        workload.precision = torch.bfloat16
+        found = workload.fault(heuristic(workload.problem))
+        assert found is None if reason is None else found.startswith(reason)
+
+
 def disturb(workload):
     """The error of one element is as large as the element."""
     if workload.problem.kernel == "linear_group_norm_row_minimum":

@@ -10,6 +10,7 @@ from ops import layouts
 from ops.rewriting import rewrite
 
 OPEN = "normfuse.statistics.default", "normfuse.sums.default"
+POOLS = "normfuse.max_pool_backward.default"
 
 
 class Opened:
@@ -66,16 +67,17 @@ def _partition(graph, inputs, **options):
 
 def check_images(graph):
     """What kernels of open norms are fast for: dense images of a channels_last format, where they have one."""
-    for node in graph.graph.nodes:
-        if str(node.target) in OPEN:
+    names = {str(node.target) for node in graph.graph.nodes}
+    for node in graph.graph.nodes if names.intersection(OPEN) else ():
+        if str(node.target) in (*OPEN, POOLS):
             given = torch.utils._pytree.tree_leaves(node.meta["eager_input_vals"])
             strides = [each.stride() for each in given if isinstance(each, torch.Tensor)]
             values = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             now = [each.stride() for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
             assert strides == now, node
-            images = [node.args[1][0]] if "statistics" in str(node.target) else [node.args[2], node.args[4][0]]
-            for each in images:
-                value = each.meta["val"]
+            images = [each for each in given if isinstance(each, torch.Tensor) and each.ndim > 2]
+            assert images
+            for value in images:
                 format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.ndim, torch.contiguous_format)
                 assert value.is_contiguous(memory_format=format), (node, value.stride())
 

@@ -54,6 +54,18 @@ FUNCTIONS = {
         (VECTOR, VECTOR, VECTOR),
         "add -> group_norm -> mul -> add",
     ),
+    "vectors before": (
+        lambda x, w, b, c, t: F.silu(F.group_norm(x + c[:, None, None] + t[:, :, None, None], 4, w, b)),
+        (VECTOR, VECTOR, VECTOR, SAMPLE),
+        "add -> add sample -> group_norm -> mul -> add -> silu",
+    ),
+    "several before": (
+        lambda x, w, b, c, d, e: F.group_norm(
+            F.gelu(x * c[:, None, None]) + d[:, None, None] + e[:, None, None], 2, w, b
+        ),
+        (VECTOR,) * 5,
+        "mul -> gelu -> add -> add -> group_norm -> mul -> add",
+    ),
     "activation before": (
         lambda x, w, b: F.group_norm(F.gelu(x), 4, w, b),
         (VECTOR, VECTOR),
@@ -123,6 +135,27 @@ def test_some_gradients(asked):
         arguments[place].requires_grad_()
     opened = Opened(function)
     torch.testing.assert_close(evaluated(opened, arguments), evaluated(function, arguments), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["time embedding", "bias before", "vectors before"])
+def test_no_pass_for_what_is_added(name):
+    """The kernel of the sums has the gradients of what is added right before the norm, too: no image is added up."""
+    function, shapes, _ = FUNCTIONS[name]
+    opened = Opened(function)
+    evaluated(opened, [draw(*SHAPE), *(draw(*shape) for shape in shapes)])
+    totals = [node for node in opened.nodes("aten.sum.dim_IntList") if node.args[0].meta["val"].ndim == 4]
+    assert not totals and "normfuse.sums.default" in opened.names()
+
+
+def test_what_is_added_to_norms_of_a_channel_each():
+    """It changes nothing, and its gradient is 0 up to rounding."""
+
+    def function(x, w, c):
+        return F.silu(F.group_norm(x + c[:, None, None], CHANNELS, w))
+
+    arguments = [draw(2, CHANNELS, 64, 64), draw(*VECTOR), draw(*VECTOR)]
+    ours, theirs = (evaluated(each, arguments)[-1].abs().max() for each in (Opened(function), function))
+    assert ours < 0.1 * theirs
 
 
 def test_equal_values_leave_nothing():

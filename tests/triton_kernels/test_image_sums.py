@@ -9,7 +9,7 @@ from triton_kernels.chain import Chain
 from triton_kernels.image_statistics import image_statistics
 from triton_kernels.image_sums import image_sums
 from triton_kernels.image_tiles import ImageSumsConfig, Parts
-from triton_kernels.pointwise import MUL
+from triton_kernels.pointwise import ADD, MUL
 
 NORM = Chain()
 #: One program, and many.
@@ -174,6 +174,40 @@ def test_what_compiled_graphs_take(format, size, config, dtype, gradient_dtype):
     for result, truth in zip(results, truths, strict=True):
         tolerance = 2e-5 + (torch.finfo(result.dtype).eps if result.dtype.itemsize == 2 else 0)
         assert (result.double() - truth).norm() <= tolerance * truth.norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype, gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size, config", SUMS, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("of_samples", [False, True])
+def test_what_is_added_right_before(of_samples, format, size, config, dtype, gradient_dtype):
+    """Its gradient is the sum of the input's over the pixels, and over the samples where these share it."""
+    samples, num_groups, group_size, pixels = size
+    C = num_groups * group_size
+    step = ADD.with_operand("sample") if of_samples else ADD
+    chain = Chain(before=(SILU, step), after=(SILU,))
+    assert chain.added_last == 1 and NORM.added_last == 0
+    values = (2 * normal(samples, C, pixels) + 3).to(dtype)
+    gradient = normal(samples, C, pixels, seed=1).to(gradient_dtype)
+    weight, bias = normal(2, C, seed=2)
+    added = normal(samples, C, seed=3) if of_samples else normal(1, C, seed=3)[0]
+    operands = (None, added, weight, bias, None)
+    image = in_format(values, format)
+    statistics = image_statistics(image, num_groups, 1e-5, config, chain, operands)
+    found = torch.full_like(added, torch.nan)
+    of_bias = torch.full_like(bias, torch.nan)
+    image_sums(gradient, image, statistics, chain, operands, (None, None, None, of_bias, None), config, added=found)
+
+    leaves = [each.double().requires_grad_() for each in (added, bias)]
+    x = torch.nn.functional.silu(values.double()) + leaves[0].view(-1, C, 1)
+    z = torch.group_norm(x, num_groups, weight.double(), leaves[1])
+    truths = torch.autograd.grad(torch.nn.functional.silu(z), leaves, gradient.double())
+    # What it is made of, of which only differences are left.
+    parts = torch.autograd.grad(
+        torch.nn.functional.silu(torch.group_norm(x, num_groups, weight.double(), bias.double())), x, gradient.double()
+    )[0]
+    for result, truth in zip((found, of_bias), truths, strict=True):
+        assert (result.double() - truth).norm() <= 2e-5 * max(truth.norm(), parts.norm()) + 1e-6
 
 
 def test_parts_cover_an_image_once():
