@@ -192,13 +192,13 @@ class Plan:
         self._all_buffers = buffers
         shared = [buffer for buffer in self.buffers if not buffer.is_own]
         self.shared_bytes = _share(shared, arguments)
-        #: Once it is needed, for launches with Triton's hooks or without.
+        #: Once it is needed, for launches with Triton's hooks or without, and for PyTorch's deterministic mode or not.
         self._function = cache(self._written)
 
     @property
     def function(self) -> Callable[..., list[Any]]:
         """``run`` for tensors in a row on the current device, without Triton's hooks."""
-        return self._function(False)
+        return self._function(False, torch.are_deterministic_algorithms_enabled())
 
     @property
     def result_bytes(self) -> list[int]:
@@ -219,19 +219,17 @@ class Plan:
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         # A profiler may set one at any time. They are None, or chains of hooks that may be empty.
         has_hooks = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+        options = has_hooks, torch.are_deterministic_algorithms_enabled()
         if launching.is_current(self._device):
-            return self._function(has_hooks)(*arguments)
+            return self._function(*options)(*arguments)
         with launching.current(self._device):  # where kernels are loaded too
-            return self._function(has_hooks)(*arguments)
+            return self._function(*options)(*arguments)
 
-    def _written(self, has_hooks: bool) -> Callable[..., list[Any]]:
-        source = _Source(self._all_buffers, self._device, has_hooks)
+    def _written(self, has_hooks: bool, is_deterministic: bool) -> Callable[..., list[Any]]:
+        source = _Source(self._all_buffers, self._device, has_hooks, is_deterministic)
         if self.shared_bytes:
             memory = torch.empty(self.shared_bytes, dtype=torch.uint8, device="meta")
             source.allocate(self._arguments, memory)
-        # A slot of each layout that there is at all times.
-        for buffer in list(self._all_buffers.values())[: self._arguments]:
-            source.is_like(buffer)
         own = [buffer for buffer in self.buffers if buffer.is_own]
         for number, noted in enumerate([*self.noted, None]):  # at last, results that no step writes to
             for buffer in own:
@@ -266,15 +264,18 @@ def _share(buffers: list[Buffer], slot: int) -> int:
 class _Source:
     """Python source that is being written: t<slot> is a slot's tensor, a<slot> its address, v<number> a value."""
 
-    def __init__(self, buffers: dict[int, Buffer], device: torch.device, has_hooks: bool):
+    def __init__(self, buffers: dict[int, Buffer], device: torch.device, has_hooks: bool, is_deterministic: bool):
         self._buffers = buffers
         self._has_hooks = has_hooks
         self._lines: list[str] = []
-        self._values: dict[str, Any] = {"empty_strided": torch.empty_strided, "empty_like": torch.empty_like}
-        self._like: dict[tuple, int] = {}
+        self._values: dict[str, Any] = {}
         self._device = self._value(device)
+        # As Inductor's graphs allocate on the current device, in half the time: PyTorch's deterministic mode, which
+        # fills what is new, is not asked.
+        empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+        self._empty = None if is_deterministic or empty is None else self._value(empty)
         self._addressed: set[int] = set()
-        if not (INTERPRETED or has_hooks):
+        if not INTERPRETED:
             stream_of = triton.runtime.driver.active.get_current_stream
             self.line(f"stream = {self._value(stream_of)}({device.index})")
 
@@ -282,19 +283,14 @@ class _Source:
         """Write a line."""
         self._lines.append(f"    {text}\n")
 
-    def is_like(self, buffer: Buffer) -> None:
-        """Say that a slot has a tensor at all times. Others of its layout are allocated like it, in half the time."""
-        if buffer.meta.stride() == torch.empty_like(buffer.meta).stride():
-            self._like[_layout(buffer.meta)] = buffer.slot
-
     def allocate(self, slot: int, meta: torch.Tensor) -> None:
         """Write a slot's allocation."""
-        shape, stride, dtype = layout = _layout(meta)
-        if layout in self._like:
-            new = f"empty_like(t{self._like[layout]})"
+        shape, stride, dtype = tuple(meta.shape), meta.stride(), self._value(meta.dtype)
+        if self._empty:
+            self.line(f"t{slot} = {self._empty}({shape}, {stride}, {dtype})")
         else:
-            new = f"empty_strided({tuple(shape)}, {stride}, dtype={self._value(dtype)}, device={self._device})"
-        self.line(f"t{slot} = {new}")
+            empty = self._value(torch.empty_strided)
+            self.line(f"t{slot} = {empty}({shape}, {stride}, dtype={dtype}, device={self._device})")
 
     def do(self, noted: Noted) -> None:
         """Write a launch or a call."""
@@ -335,7 +331,9 @@ class _Source:
         if isinstance(value, torch.Tensor):
             return self._address(value) if as_address else self._view(value)
         if isinstance(value, launching.Counters):
-            return f"{self._value(value.address if as_address else value.on)}({self._device})"
+            if as_address:
+                return f"{self._value(value.address)}({self._device}, stream)"
+            return f"{self._value(value.on)}({self._device})"
         if hasattr(value, "block_shape"):
             describe = partial(_describe, type(value), {**vars(value), "base": None})
             return f"{self._value(describe)}({self._expression(value.base, as_address)})"

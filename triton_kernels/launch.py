@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Counters:
     """Stands for ``count`` numbers (int32) that are 0, among the arguments of a launch. The kernel leaves them at 0."""
 
     count: int
+    _addresses: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Those of the device's current stream, whose launches follow one another.
@@ -55,8 +56,15 @@ class Counters:
                 stream = torch._C._cuda_getCurrentRawStream(device.index)
             return _of_stream(device, stream, max(_FEWEST_COUNTERS, next_power_of_2(size)))
 
-    def address(self, device: torch.device) -> int:
-        return self.on(device).data_ptr()
+    def address(self, device: torch.device, stream: int) -> int:
+        """Where those of a CUDA device's current stream begin, which is told again without asking for them."""
+        if torch.cuda.is_current_stream_capturing():
+            return self.on(device).data_ptr()
+        key = device.index, stream
+        found = self._addresses.get(key)
+        if found is None:
+            found = self._addresses[key] = self.on(device).data_ptr()
+        return found
 
     @property
     def stand_in(self) -> torch.Tensor:

@@ -54,6 +54,19 @@ def freed(x):
     return [call(torch.mul, x, copied(x))]
 
 
+def test_new_memory_in_the_deterministic_mode():
+    """It is filled, as PyTorch's own is there. Before and afterwards the plan allocates as Inductor's graphs do."""
+    x = torch.randn(4, 5)
+    plan = plan_of(lambda x: [call(torch.neg, x), x.new_empty(5, 4, dtype=torch.bfloat16).t()], x)
+    with mock.patch.object(torch, "empty_strided", side_effect=torch.empty_strided) as slow:
+        for mode in (False, True, False):
+            torch.use_deterministic_algorithms(mode)
+            _, new = plan.run([x])
+            assert (new.shape, new.stride(), new.dtype) == ((4, 5), (1, 4), torch.bfloat16)
+            assert slow.call_count == mode and (not mode or new.isnan().all())
+            slow.reset_mock()
+
+
 @pytest.mark.parametrize(
     "function",
     [
