@@ -82,8 +82,8 @@ def _call(module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
 _compiled: ContextVar[set[int]] = ContextVar("_compiled")
 
 
-@torch.compiler.assume_constant_result  # called while Dynamo captures
 def _note_compiled(number: int) -> None:
+    """Called while Dynamo captures, not by what it captured (``assume_constant_result``)."""
     if (compiled := _compiled.get(None)) is not None:
         compiled.add(number)
 
@@ -168,6 +168,7 @@ class Fusion:
     def __init__(self, module: nn.Module, everything: bool) -> None:
         self._module, self._everything = module, everything
         self.number = next(_numbers)
+        torch.compiler.assume_constant_result(_note_compiled)  # not before, as it loads Dynamo
         self.written = type(module).forward
         self.holds = False
         self.looked: set[bool] = set()
