@@ -1,18 +1,23 @@
 """Direct calls: graphs that Inductor compiled run a plan's own function, without PyTorch's dispatcher and a lookup.
 
 Such a graph's tensors lie in memory as they did when it was compiled, so a plan that was found once is the plan of all
-its calls. Where a size is open, or an address may have any alignment, the plan is looked up in each call.
+its calls. Where a size is open, or an address may have any alignment, the plan is looked up in each call. Plans are
+made, and their kernels compiled, by threads while Inductor compiles the rest of the graph.
 
 Inductor asks a registry how an operator's call is written. Where that is gone, graphs call the operators.
 """
 
 import ast
+import concurrent.futures
+import functools
 import sys
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autotune_configs import tuning
 from ops.plan import Plan
 
 #: What finds the plan of a call of an operator, by the operator's name. It takes the operator's arguments. The plan
@@ -29,6 +34,8 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
         name, arguments, layouts = ast.literal_eval(words)
 
         def look_up(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            if (begun := _begun.pop(words, None)) is not None:
+                concurrent.futures.wait([begun])  # what went wrong there is told by what is made here
             plan = PLANS[name](*_filled(arguments, iter(tensors)))
             if layouts:
                 self[words] = plan.function
@@ -40,6 +47,43 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
 
 calls = _Calls()
 
+#: By the same words: the plans that threads make.
+_begun: dict[str, concurrent.futures.Future[Plan]] = {}
+_MOST_THREADS = 8
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "normfuse")
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What a plan depends on of a tensor that is not there yet."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        """Modulo 16: memory begins at multiples of that."""
+        return self.offset * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{[*self.shape, *self.strides, self.offset]}"
+
 
 def tensors_in(arguments: Any) -> list[Any]:
     """The tensors among an operator's arguments, or what stands for them, in a row."""
@@ -47,7 +91,7 @@ def tensors_in(arguments: Any) -> list[Any]:
     return [each for row in rows for each in row if not isinstance(each, (str, bool))]
 
 
-def _filled(arguments: Any, tensors: Iterator[torch.Tensor]) -> list[Any]:
+def _filled(arguments: Any, tensors: Iterator[Any]) -> list[Any]:
     """An operator's arguments, of which the tensors were left out."""
     return [
         next(tensors) if each is None else _filled(each, tensors) if isinstance(each, list) else each
@@ -67,12 +111,14 @@ def register() -> None:
 def reset() -> None:
     """Forget what compiled graphs hold on to: the functions that they call, and CUDA graphs with their memory."""
     calls.clear()
+    _begun.clear()
     if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
         trees.reset_cudagraph_trees()
 
 
 def _write(node: Any, writeline: Callable[[str], None]) -> None:
     """Write a call of one of the operators, a ``FallbackKernel`` of Inductor's."""
+    from torch._inductor import config
     from torch._inductor.virtualized import V
 
     arguments, _ = node.unflatten_args(node.inputs, node.constant_args)
@@ -83,19 +129,26 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
         for each in arguments
     ]
     # fmt: on
-    words = repr((node.op_overload.__name__, without_tensors, _layouts(tensors, V.graph.unaligned_buffers)))
+    name, described = node.op_overload.__name__, _described(tensors, V.graph.unaligned_buffers)
+    layouts = f"{described[0].device}: {', '.join(map(str, described))}" if described else ""
+    words = repr((name, without_tensors, layouts))
+    is_known = words in calls or words in _begun
+    if described and not is_known and config.compile_threads != 1 and not tuning.is_on():  # which would sweep there
+        _begun[words] = _threads().submit(lambda: PLANS[name](*_filled(without_tensors, iter(described))))
     V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
     given = ", ".join([each.codegen_reference() for each in tensors])
     is_list = isinstance(node.op_overload._schema.returns[0].type, torch.ListType)
     writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
 
 
-def _layouts(tensors: list[Any], unaligned: Container[str]) -> str:
-    """How Inductor's tensors lie in memory, where that is the same in all calls; "" where it is not."""
-    words = []
+def _described(tensors: list[Any], unaligned: Container[str]) -> list[_Described]:
+    """Inductor's tensors as they lie in memory, where that is the same in all calls; else none."""
+    found = []
     for each in tensors:
-        sizes = [*each.get_size(), *each.get_stride(), each.get_layout().offset]
-        if each.get_name() in unaligned or not all(isinstance(size, int) or size.is_number for size in sizes):
-            return ""
-        words.append(f"{each.get_dtype()}{sizes}")
-    return f"{tensors[0].get_device()}: {', '.join(words)}"
+        sizes, strides, offset = each.get_size(), each.get_stride(), each.get_layout().offset
+        are_known = all(isinstance(size, int) or size.is_number for size in (*sizes, *strides, offset))
+        if each.get_name() in unaligned or not are_known:
+            return []
+        shape, strides = torch.Size(map(int, sizes)), tuple(map(int, strides))
+        found.append(_Described(shape, strides, each.get_dtype(), each.get_device(), int(offset)))
+    return found

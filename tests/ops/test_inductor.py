@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._inductor.utils import fresh_inductor_cache, run_and_get_code, tensor
 
 import ops
 from ops import inductor
+from ops.plan import Planner
 from tests.ops.programs import run
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -118,6 +120,61 @@ def test_equal_calls_share_a_plan(made):
     assert torch.equal(result, head(head(input, weight), weight))
 
 
+@pytest.fixture
+def makers(monkeypatch):
+    """The threads in which plans are made."""
+    found, plan = [], Planner.plan
+
+    def noted(self, results):
+        found.append(threading.current_thread().name.partition("_")[0])
+        return plan(self, results)
+
+    monkeypatch.setattr(Planner, "plan", noted)
+    return found
+
+
+class Model(nn.Module):
+    """A convolution's open norm, a pooling whose windows overlap, a product with a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Linear(72, 16)
+        self.last = nn.LayerNorm(16)
+
+    def forward(self, x):
+        y = nn.functional.max_pool2d(nn.functional.silu(self.norm(self.conv(x))), 3, 2)
+        return nn.functional.hardtanh(self.last(self.head(y.flatten(1))))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_plans_are_made_meanwhile(makers, threads):
+    """By threads while Inductor compiles, and the first call finds them: no plan is made twice."""
+    torch.manual_seed(0)
+    model, input = Model(), torch.randn(2 + threads, 3, 10, 10)  # new to all that is kept
+    with torch._inductor.config.patch(compile_threads=threads):
+        graph = compiled(model)
+        for _ in range(2):
+            gradients = torch.autograd.grad(graph(input).square().sum(), model.parameters())
+    assert set(makers) == {"normfuse" if threads > 1 else "MainThread"}
+    assert 4 <= len(makers) <= len(inductor.calls) and not inductor._begun
+    expected = torch.autograd.grad(model(input).square().sum(), model.parameters())
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_thread_cannot_make(monkeypatch):
+    """The call makes it again, and says why."""
+    input, weight = draw()
+    graph, plan, failures = compiled(norm), Planner.plan, [RuntimeError("no memory")]
+    monkeypatch.setattr(
+        Planner, "plan", lambda *given: (_ for _ in ()).throw(failures.pop()) if failures else plan(*given)
+    )
+    assert torch.equal(graph(input, weight), norm(input, weight)) and not failures
+    inductor.reset()
+    monkeypatch.setattr(Planner, "plan", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        compiled(lambda *given: norm(*given) + 1)(input[:4], weight)
+
+
 def test_open_sizes():
     """Each size has its own plan."""
     graph = compiled(norm, dynamic=True)
@@ -186,6 +243,7 @@ import torch, ops
 import torch._inductor.graph
 from torch._dynamo.utils import counters
 from ops import inductor
+from ops.plan import Planner
 
 torch._inductor.graph.should_assume_input_aligned = lambda tensor: True
 layer = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GroupNorm(4, 32), torch.nn.SiLU())
