@@ -116,6 +116,7 @@ def test_operators():
         "chain",
         "interpolate",
         "max_pool",
+        "max_pool_backward",
         "statistics",
         "sums",
     }
