@@ -73,7 +73,8 @@ def _call(module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
     if fusion is None:
         return type(module).forward(module, *arguments, **options)
     if torch.compiler.is_compiling():  # and does not take the class where that is marked by allow_in_graph
-        _note_compiled(fusion.number)
+        if fusion.is_sought:  # else compiled code would be of one module alone
+            _note_compiled(fusion.number)
         return fusion.written(module, *arguments, **options)
     return fusion.call(arguments, options)
 
@@ -158,6 +159,7 @@ class Fusion:
 
     Attributes:
         number: Of no other one.
+        is_sought: Whether it is being found out which modules hold chains.
         written: The forward that compilers see.
         holds: Whether chains were found of which it is the smallest module.
         looked: The modes (``training``) in which chains were looked for.
@@ -168,6 +170,7 @@ class Fusion:
     def __init__(self, module: nn.Module, everything: bool) -> None:
         self._module, self._everything = module, everything
         self.number = next(_numbers)
+        self.is_sought = False
         torch.compiler.assume_constant_result(_note_compiled)  # not before, as it loads Dynamo
         self.written = type(module).forward
         self.holds = False
@@ -240,11 +243,15 @@ class Fusion:
     def _look(self, module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
         search, training = _Search(module, self.rewrite), module.training
-        token = _compiled.set(search.compiled)
+        token, sought = _compiled.set(search.compiled), [fusion for each in module.modules() if (fusion := of(each))]
+        for each in sought:
+            each.is_sought = True
         try:
             result = self._captured_for(search)(module, arguments, options)
         finally:
             _compiled.reset(token)
+            for each in sought:
+                each.is_sought = False
         if search.called:
             with _looking:
                 self.looked.add(training)

@@ -308,6 +308,22 @@ def test_a_wrapper_of_the_classs_forward(calls):
             assert [each.module for each in report.chains] == ["0" if call < calls else ""]
 
 
+def test_compiled_blocks_share_their_code():
+    """As PyTorch's do where a model's repeated blocks are compiled, one by one."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    blocks = made(lambda: nn.ModuleList([Block() for _ in range(4)]))
+    fuse(blocks)
+    for each in blocks:
+        each.compile(backend=backend)
+        each(rows())
+    assert len(graphs) == 1
+
+
 def test_a_forward_of_the_users_own_is_told_of():
     """It is not looked at, and the report promises nothing."""
     model = made(lambda: nn.Sequential(Block(), nn.Softmax(-1)))
