@@ -10,6 +10,7 @@ Inductor asks a registry how an operator's call is written. Where that is gone, 
 import ast
 import concurrent.futures
 import functools
+import os
 import sys
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -55,6 +56,16 @@ _MOST_THREADS = 8
 @functools.cache
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "normfuse")
+
+
+def _after_fork() -> None:
+    """A child has none of the threads."""
+    _begun.clear()
+    _threads.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ def register() -> None:
 def reset() -> None:
     """Forget what compiled graphs hold on to: the functions that they call, and CUDA graphs with their memory."""
     calls.clear()
+    for begun in _begun.values():
+        begun.cancel()
     _begun.clear()
     if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
         trees.reset_cudagraph_trees()

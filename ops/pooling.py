@@ -27,6 +27,7 @@ from ops.graph_nodes import example
 from ops.interpolation import at
 from ops.operators import define, layouts_of
 from ops.plan import Plan
+from triton_kernels.grid import blocks_of
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 
 Tensor = torch.Tensor
@@ -37,6 +38,8 @@ _FUNCTIONS: dict[Any, int] = {
 }
 #: Larger windows are PyTorch's, and those farther apart.
 _MOST_PLACES = 16
+#: So many windows that an input is in fit a thread's registers.
+_MOST_WINDOWS = 9
 
 
 def _inputs(axis: PooledAxis, place: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -191,6 +194,7 @@ def _arguments(node: Node) -> tuple | None:
     overlap = any(map(operator.gt, kernel, stride))
     if max(map(math.prod, (kernel, stride))) > _MOST_PLACES or 0 in input.shape:
         return None
-    if overlap and not precision.runs_kernels(input):
+    windows = math.prod(map(blocks_of, kernel, stride))
+    if overlap and not (windows <= _MOST_WINDOWS and precision.runs_kernels(input)):
         return None
     return given["input"], fingerprint([]), outputs, kernel, stride, padding, bool(given.get("ceil_mode"))
