@@ -73,8 +73,8 @@ def _call(module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
     if fusion is None:
         return type(module).forward(module, *arguments, **options)
     if torch.compiler.is_compiling():  # and does not take the class where that is marked by allow_in_graph
-        if fusion.is_sought:  # else compiled code would be of one module alone
-            _note_compiled(fusion.number)
+        if fusion.sought_as is not None:
+            _note_compiled(fusion.sought_as)
         return fusion.written(module, *arguments, **options)
     return fusion.call(arguments, options)
 
@@ -103,7 +103,7 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def is_passed_over(module: nn.Module) -> bool:
-    return of(module) is None and _has_own_forward(module) and _is_written(module)
+    return _has_own_forward(module) and of(module) is None and _is_written(module)
 
 
 def may_hold(module: nn.Module) -> bool:
@@ -158,8 +158,8 @@ class Fusion:
     themselves.
 
     Attributes:
-        number: Of no other one.
-        is_sought: Whether it is being found out which modules hold chains.
+        sought_as: Its number while it is found out which modules hold chains. Else it has none, or compiled code, which
+            is guarded by that, would be of one module alone.
         written: The forward that compilers see.
         holds: Whether chains were found of which it is the smallest module.
         looked: The modes (``training``) in which chains were looked for.
@@ -169,8 +169,7 @@ class Fusion:
 
     def __init__(self, module: nn.Module, everything: bool) -> None:
         self._module, self._everything = module, everything
-        self.number = next(_numbers)
-        self.is_sought = False
+        self.sought_as: int | None = None
         torch.compiler.assume_constant_result(_note_compiled)  # not before, as it loads Dynamo
         self.written = type(module).forward
         self.holds = False
@@ -245,13 +244,13 @@ class Fusion:
         search, training = _Search(module, self.rewrite), module.training
         token, sought = _compiled.set(search.compiled), [fusion for each in module.modules() if (fusion := of(each))]
         for each in sought:
-            each.is_sought = True
+            each.sought_as = next(_numbers)
         try:
             result = self._captured_for(search)(module, arguments, options)
         finally:
             _compiled.reset(token)
             for each in sought:
-                each.is_sought = False
+                each.sought_as = None
         if search.called:
             with _looking:
                 self.looked.add(training)
@@ -302,7 +301,7 @@ class _Search:
     def _is_reached(self, module: nn.Module) -> bool:
         """Whether its calls go to its class's forward by way of its Fusion, or can."""
         fusion = of(module)
-        by_wrapper = fusion and (module is self._module or fusion.number in self.compiled)
+        by_wrapper = fusion and (module is self._module or fusion.sought_as in self.compiled)
         return bool(by_wrapper) or not _has_own_forward(module)
 
     def _around(self, calls: Iterable[str]) -> dict[str, nn.Module]:

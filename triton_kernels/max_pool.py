@@ -50,6 +50,14 @@ def along_axes(index, SIZES: tl.constexpr):
 
 
 @triton.jit
+def index_of(along, sizes):
+    """One index of what has an index along each of three axes of these sizes, and whether it is there."""
+    is_there = (along[0] >= 0) & (along[1] >= 0) & (along[2] >= 0)
+    is_there &= (along[0] < sizes[0]) & (along[1] < sizes[1]) & (along[2] < sizes[2])
+    return (along[0] * sizes[1] + along[1]) * sizes[2] + along[2], is_there
+
+
+@triton.jit
 def max_pool_backward_kernel(
     gradient,  # of the outputs, an image
     chosen,  # an image, int8: the place in its window of each output's value
@@ -78,10 +86,8 @@ def max_pool_backward_kernel(
     for i in tl.static_range(ALL_WINDOWS):
         before = along_axes(i, WINDOWS)
         window = (z - before[0], y - before[1], x - before[2])
-        exists = (window[0] >= 0) & (window[1] >= 0) & (window[2] >= 0)
-        exists &= (window[0] < outputs[0]) & (window[1] < outputs[1]) & (window[2] < outputs[2])
-        inside = real[:, None] & exists[None, :]
-        output = (window[0] * outputs[1] + window[1]) * outputs[2] + window[2]
+        output, is_there = index_of(window, outputs)
+        inside = real[:, None] & is_there[None, :]
         found = found + (tl.load(pixels_of_image(chosen, place, output, BLOCK_C), mask=inside, other=-1),)
         value = tl.load(pixels_of_image(gradient, place, output, BLOCK_C), mask=inside, other=0.0)
         values = values + (value.to(tl.float32),)
@@ -99,11 +105,9 @@ def max_pool_backward_kernel(
             y * STRIDE[1] + r[1] - PADDING[1],
             x * STRIDE[2] + r[2] - PADDING[2],
         )
-        exists = (input[0] >= 0) & (input[1] >= 0) & (input[2] >= 0)
-        exists &= (input[0] < sizes[0]) & (input[1] < sizes[1]) & (input[2] < sizes[2])
-        pixel = (input[0] * sizes[1] + input[1]) * sizes[2] + input[2]
+        pixel, is_there = index_of(input, sizes)
         pointers = pixels_of_image(target, place, pixel, BLOCK_C)
-        tl.store(pointers, total.to(target[0].dtype.element_ty), mask=real[:, None] & exists[None, :])
+        tl.store(pointers, total.to(target[0].dtype.element_ty), mask=real[:, None] & is_there[None, :])
 
 
 def max_pool_backward(
