@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -73,13 +74,24 @@ def _copy(function: Any) -> types.FunctionType:
     return types.FunctionType(code, dict(function.__globals__))
 
 
+#: The seconds that attempts to capture calls of a kind may take in all, and the share of the time since the first.
+_ATTEMPTS_SECONDS, _ATTEMPTS_SHARE = 1.0, 0.01
+
+
 @dataclass
 class _Refusal:
-    """Why calls of a kind were not captured, how often in a row, and how many more are not to be tried."""
+    """Why calls of a kind were not captured, how often in a row, and how many more are not to be tried; and when that
+    began, and the seconds that it took."""
 
     reason: str
+    begin: float
     count: int = 0
     rest: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_costly(self) -> bool:
+        return self.seconds > max(_ATTEMPTS_SECONDS, _ATTEMPTS_SHARE * (time.perf_counter() - self.begin))
 
 
 class Captured:
@@ -87,8 +99,9 @@ class Captured:
 
     ``taker.take`` gets the graphs, and may return what is to run in a graph's place. What is captured is kept until a
     guard of Dynamo's fails. To find out that a call cannot be captured may take seconds. So it is tried again with the
-    next of its kind, and then behind 1, 3, 7, 15, ... others that were not captured either. A kind has the same types
-    of arguments, the same flags among them, and the same modes.
+    next of its kind, and then behind 1, 3, 7, 15, ... others that were not captured either, or later, once all attempts
+    together have taken a second and are not under a hundredth of the time. A kind has the same types of arguments, the
+    same flags among them, and the same modes.
 
     Args:
         taker: What gets the graphs.
@@ -113,11 +126,12 @@ class Captured:
             if "_runs" in self.__dict__:
                 with contextlib.suppress(NotCaptured):
                     return self._runs[1](forward, module, *arguments, **options)
-            if refusal.rest:
-                refusal.rest -= 1
+            if refusal.rest or refusal.is_costly:
+                refusal.rest = max(refusal.rest - 1, 0)
                 raise NotCaptured(refusal.reason)
             if refusal.reason == _SKIPPED:  # Dynamo may have marked the code as one to skip
                 self.__dict__.pop("_runs", None)
+        start = time.perf_counter()
         try:
             result = self._runs[0](forward, module, *arguments, **options)
         except NotCaptured as error:
@@ -128,8 +142,9 @@ class Captured:
             if refusal:
                 del self._refusals[kind]
             return result
-        refusal = self._refusals.setdefault(_kind(module, arguments, options), _Refusal(reason))
+        refusal = self._refusals.setdefault(_kind(module, arguments, options), _Refusal(reason, start))
         refusal.reason, refusal.count, refusal.rest = reason, refusal.count + 1, 2**refusal.count - 1
+        refusal.seconds += time.perf_counter() - start
         raise NotCaptured(reason)
 
 

@@ -5,6 +5,7 @@ import copy
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ops import capture
 from ops.explain import explain
 from ops.fuse import ModuleCalls, fuse
 
@@ -183,6 +185,33 @@ def test_how_often_a_call_is_tried(monkeypatch):
     model.is_verbose = False
     for _ in range(25):
         model(rows())
+    assert [each.chain for each in report.chains] == [CHAIN]
+
+
+def test_attempts_that_take_long(monkeypatch):
+    """Beyond a second they are made when they take less than a hundredth of the time."""
+    model = made()
+    model.is_verbose = True
+    report = fuse(model)
+    now, tries, compiled = [0.0], [], torch.compile
+
+    def attempt(*given, **options):
+        tries.append(now[0])
+        now[0] += 0.4
+        return compiled(*given, **options)
+
+    monkeypatch.setattr(torch, "compile", attempt)
+    monkeypatch.setattr(capture, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    for _ in range(400):
+        model(rows())
+        now[0] += 1.0
+    # Behind 0, 0 and 1 others, as those that take no time; then at a hundred times what they took so far.
+    assert [int(each) for each in tries[:6]] == [0, 1, 3, 120, 160, 201]
+    assert list(report.calls[0].as_written.values()) == [400]
+    model.is_verbose = False
+    for _ in range(250):
+        model(rows())
+        now[0] += 1.0
     assert [each.chain for each in report.chains] == [CHAIN]
 
 
