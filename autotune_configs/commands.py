@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 
 from autotune_configs import command_line, lookup, reporting, sharing, sweep, tables
 from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain
@@ -292,11 +291,6 @@ def _show(options: argparse.Namespace) -> None:
         and isinstance(named := _named(name), NamedChain)
         and named.by_cublas(sizes, dtype, gpu)
     ]
-    if gpu.lacks_hopper_convolutions and any(problem.kernel == "convolution" for problem, _ in found):
-        notes.append(
-            f"triton {triton.__version__} cannot compile the convolutions for Hopper: the portable kernel runs forward,"
-            " cuDNN backward and for float32"
-        )
     with contextlib.suppress(OSError):  # the lookup has warned
         own = tables.user_path(gpu)
         if not own.exists():

@@ -14,7 +14,7 @@ from triton_kernels.device import (
     multiprocessor_count,
     shared_memory_limit,
 )
-from triton_kernels.hopper import takes_hopper_convolutions, takes_hopper_kernels
+from triton_kernels.hopper import takes_hopper_kernels
 
 #: The kernel computes float32 products of at least this depth and this many rows. In the interpreter, it computes all.
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
@@ -63,11 +63,6 @@ class Gpu:
         Those kernels have fixed configs.
         """
         return takes_hopper_kernels(self.architecture)
-
-    @property
-    def lacks_hopper_convolutions(self) -> bool:
-        """Whether this is a Hopper GPU and the installed Triton cannot compile its convolutions."""
-        return takes_hopper_kernels(self.architecture) and not takes_hopper_convolutions(self.architecture)
 
     def prefers_cublas(self, M: int, N: int, K: int) -> bool:
         """Whether cuBLAS computes [M, K] @ [N, K].T in 16 bits, and a second kernel the rest of the chain.

@@ -5,6 +5,7 @@ would be launched: the same loads, specialisations and options.
 """
 
 import contextlib
+import functools
 import re
 import subprocess
 import tempfile
@@ -43,7 +44,20 @@ class CompiledLaunch:
 
         Across a loop the assembler may put a value aside, so that one more block fits a multiprocessor.
         """
-        return self.spilled_bytes > 0 and spills_in_loops(_dump(self.cubin, "--dump-sass"))
+        return self.spilled_bytes > 0 and spills_in_loops(self.sass)
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """Its instructions: seconds, for a large kernel."""
+        return _dump(self.cubin, "--dump-sass")
+
+    @property
+    def waits_for_products(self) -> bool:
+        """Whether more than half of the products of Hopper's tensor cores are waited for before the next one begins.
+        The assembler does that where it lacks registers for more (its warnings C7510 and C7511, which Triton drops)."""
+        found = re.findall(r"[HQI]GMMA|WARPGROUP\.DEPBAR", self.sass)
+        waits = [place > 0 and "GMMA" in found[place - 1] for place, name in enumerate(found) if "GMMA" not in name]
+        return 2 * sum(waits) > len(found) - len(waits)
 
 
 def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLaunch]:

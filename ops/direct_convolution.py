@@ -22,7 +22,7 @@ from ops.convolution import Geometry, memory_format
 from triton_kernels.column_sums import column_sums
 from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.device import INTERPRETED
-from triton_kernels.hopper import runs_hopper_convolutions, takes_input
+from triton_kernels.hopper import runs_hopper_kernels, takes_input
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
@@ -31,8 +31,6 @@ from triton_kernels.pointwise import identity, nearest_tf32
 
 #: Bytes of images that are copied or differentiated at a time: enough samples to fill a launch, in little memory.
 _BYTES_AT_ONCE = 3 * 2**26
-#: Columns of the weight gradient's tiles. With 32, all taps share one copy in shared memory.
-_WEIGHT_GRADIENT_COLUMNS = 32
 #: Taps that cuDNN was seen to compute in TF32 in both formats, forward and backward. For 2 x 2, 4 x 4, 5 x 5, 1 x 5
 #: and 5 x 1 taps, one of the passes is in float32 in at least one format (H200).
 _TF32_TAPS = (1, 1), (3, 3)
@@ -100,7 +98,7 @@ def _runs_on_hopper(input: torch.Tensor, weight: torch.Tensor, geometry: Geometr
     """Whether the Hopper kernel takes the images once they are copied. Their height and width do not matter for
     that."""
     images = (_empty_channels_last((1, each, 1, 1), input) for each in (input.shape[1], geometry.channels(weight)))
-    on_hopper = runs_hopper_convolutions(input.device)
+    on_hopper = runs_hopper_kernels(input.device)
     return on_hopper and _hopper_kernels()[0].supports(*images, forward_convolution(geometry))
 
 
@@ -204,7 +202,7 @@ def forward(
     taps, problem, transform = _taps(weight, geometry.transposed), forward_convolution(geometry), _rounding(input)
     as_it_lies = transform is identity and takes_input(input)
     in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
-    kernels: Any = _hopper_kernels()[0] if runs_hopper_convolutions(input.device) else None
+    kernels: Any = _hopper_kernels()[0] if runs_hopper_kernels(input.device) else None
     on_hopper = kernels is not None and kernels.supports(in_format, z, problem)
     config = None if on_hopper else convolution_config(input, z, geometry.kernel_size)
     partials: PartialStatistics | None = None
@@ -239,7 +237,6 @@ def backward(
     function ``stored`` to each. It is called for a few samples at a time, in the end for all of them.
     """
     convolutions, weight_gradients = _hopper_kernels()
-    config = weight_gradients.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     problem, taps = _input_gradient_convolution(geometry), _taps(weight, not geometry.transposed)
     input_gradient = torch.empty_like(input, memory_format=memory_format(input)) if wanted[0] else None
     spans = list(_spans(z))
@@ -274,12 +271,11 @@ def backward(
                 dilation=geometry.dilation,
                 shift=forward_convolution(geometry).shift,
                 accumulate=span.start > 0 or i + j > 0,
-                config=config,
             )
     if not wanted[1]:
         return input_gradient, None
     shapes = (each.shape for each in by_pixels)
-    of_taps = do(weight_gradients.by_taps, column_sums(sums), *shapes, kernel_size=geometry.kernel_size, config=config)
+    of_taps = do(weight_gradients.by_taps, column_sums(sums), *shapes, kernel_size=geometry.kernel_size)
     weight_gradient = torch.empty_like(weight, memory_format=memory_format(weight))
     _copy(_in_weights_order(of_taps, geometry.transposed), weight_gradient, backwards=geometry.transposed)
     return input_gradient, weight_gradient
@@ -288,13 +284,12 @@ def backward(
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: Geometry) -> bool:
     """Whether ``backward`` takes the problem: where the Hopper kernels do. Elsewhere PyTorch's gradients are as
     good."""
-    if not runs_hopper_convolutions(z.device):
+    if not runs_hopper_kernels(z.device):
         return False
     convolution_hopper, weight_gradient_hopper = _hopper_kernels()
     in_format = _empty_channels_last((1, *input.shape[1:]), input)
     dtype = torch.bfloat16 if z.dtype == torch.float32 else z.dtype  # of what float32 images are split into
     images = (_empty_channels_last((1, *each.shape[1:]), each, dtype).permute(0, 2, 3, 1) for each in (input, z))
-    config = weight_gradient_hopper.WeightGradientConfig(columns=_WEIGHT_GRADIENT_COLUMNS)
     return convolution_hopper.supports(
         z, in_format, _input_gradient_convolution(geometry)
-    ) and weight_gradient_hopper.supports(*images, geometry.kernel_size, geometry.dilation, config)
+    ) and weight_gradient_hopper.supports(*images, geometry.kernel_size, geometry.dilation)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.chains import make_arguments
-from triton_kernels.hopper import runs_hopper_convolutions
+from triton_kernels.hopper import runs_hopper_kernels
 
 DEVICE = "cuda"
 MARKS = [
@@ -13,12 +13,10 @@ MARKS = [
     pytest.mark.filterwarnings("ignore:.*deterministic"),
 ]
 FORMATS = (torch.contiguous_format, torch.channels_last)
-RUNS_HOPPER_CONVOLUTIONS = torch.cuda.is_available() and runs_hopper_convolutions(torch.device(DEVICE, 0))
+RUNS_HOPPER_KERNELS = torch.cuda.is_available() and runs_hopper_kernels(torch.device(DEVICE, 0))
 
 by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
-on_hopper = pytest.mark.skipif(
-    not RUNS_HOPPER_CONVOLUTIONS, reason="needs compute capability 9.0 and a Triton with its copies"
-)
+on_hopper = pytest.mark.skipif(not RUNS_HOPPER_KERNELS, reason="needs compute capability 9.0")
 
 
 def arguments_of(chain, problem, dtype, **options):

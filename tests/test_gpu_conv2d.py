@@ -13,7 +13,7 @@ from ops.convolution import in_numbers
 from tests import gpu
 from tests.accuracy import check, draw_grad_output
 from tests.chains import DTYPES, Problem, chain_id
-from tests.gpu import DEVICE, FORMATS, RUNS_HOPPER_CONVOLUTIONS, by_format, on_hopper
+from tests.gpu import DEVICE, FORMATS, RUNS_HOPPER_KERNELS, by_format, on_hopper
 from tests.images import CONV2D_GELU, CONV2D_SILU
 from tests.test_gpu_images import check_images
 
@@ -83,7 +83,7 @@ def test_what_takes_the_kernels_for_hopper(name, format):
     sizes = {"stride": 1, "dilation": 1, **options, "groups": problem.conv_groups}
     sizes["padding"], sizes["output_padding"] = in_numbers(weight, 1, sizes.get("padding", 0), sizes["dilation"])
     geometry = convolution.check(False, input, weight, **sizes)
-    assert RUNS_HOPPER_CONVOLUTIONS
+    assert RUNS_HOPPER_KERNELS
     assert direct_convolution.takes(input, weight, geometry, True) is is_taken
     assert not direct_convolution.takes(input.float(), weight.float(), geometry, True)
 

@@ -17,7 +17,6 @@ from triton_kernels import column_sums, convolution, convolution_hopper, weight_
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics
-from triton_kernels.weight_gradient_hopper import WeightGradientConfig
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -189,12 +188,10 @@ WEIGHT_GRADIENTS = {
 
 @on_hopper
 @by_short_dtype
-@pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize("name", WEIGHT_GRADIENTS)
-def test_weight_gradient_hopper(name, columns, dtype):
+def test_weight_gradient_hopper(name, dtype):
     """At once and a few samples at a time, from the whole gradient and from a scratch of those samples alone."""
     problem, geometry = WEIGHT_GRADIENTS[name]
-    config = WeightGradientConfig(columns)
     taps = forward_taps(problem, geometry)
     generator = torch.Generator(DEVICE).manual_seed(0)
     images = random_images((problem.rows, problem.depth, *problem.pixels), dtype, generator)
@@ -204,7 +201,7 @@ def test_weight_gradient_hopper(name, columns, dtype):
     (exact,) = torch.autograd.grad(output, weight, z_gradient.double())
     exact = exact.flip(2, 3).permute(2, 3, 1, 0)
     input, gradient = images.permute(0, 2, 3, 1), z_gradient.permute(0, 2, 3, 1)
-    assert weight_gradient_hopper.supports(input, gradient, problem.kernel, taps.dilation, config)
+    assert weight_gradient_hopper.supports(input, gradient, problem.kernel, taps.dilation)
 
     def result(samples, scratch):
         """``samples`` at a time; where there is a ``scratch``, the gradient's are copied to its beginning."""
@@ -225,10 +222,9 @@ def test_weight_gradient_hopper(name, columns, dtype):
                 dilation=taps.dilation,
                 shift=taps.shift,
                 accumulate=first > 0,
-                config=config,
             )
         sums, shapes = column_sums.column_sums(partials), (input.shape, gradient.shape)
-        return weight_gradient_hopper.by_taps(sums, *shapes, kernel_size=problem.kernel, config=config)
+        return weight_gradient_hopper.by_taps(sums, *shapes, kernel_size=problem.kernel)
 
     for samples, scratch in ((problem.rows, None), (2, None), (2, torch.empty_like(gradient[:2]))):
         sums = result(samples, scratch)
@@ -242,7 +238,7 @@ def test_small_weight_gradient_of_no_samples():
     """It zeroes the sums, or leaves them as they are."""
     input = torch.randn(2, 4, 5, 64, device=DEVICE).to(torch.bfloat16)
     partials = torch.full(weight_gradient_hopper.partials_shape(input, input, (1, 1)), math.nan, device=DEVICE)
-    options = {"kernel_size": (1, 1), "dilation": (1, 1), "shift": (0, 0), "config": WeightGradientConfig()}
+    options = {"kernel_size": (1, 1), "dilation": (1, 1), "shift": (0, 0)}
     for accumulate in (False, True):
         weight_gradient_hopper.convolution_weight_gradient(
             input, input, partials, input_first=0, gradient_first=0, count=0, accumulate=accumulate, **options

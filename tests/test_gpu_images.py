@@ -16,7 +16,7 @@ from ops import convolution, direct_convolution, precision
 from tests import gpu
 from tests.accuracy import check, check_inference, check_not_finite, draw_grad_output, run
 from tests.chains import DTYPES, L19, Problem, chain_id
-from tests.gpu import DEVICE, FORMATS, RUNS_HOPPER_CONVOLUTIONS, arguments_of, assert_same_bits, by_format, on_hopper
+from tests.gpu import DEVICE, FORMATS, RUNS_HOPPER_KERNELS, arguments_of, assert_same_bits, by_format, on_hopper
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -158,7 +158,7 @@ def test_convolutions_in_float32(format):
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         results = run(set_later, arguments, grad_output)
-    if RUNS_HOPPER_CONVOLUTIONS:
+    if RUNS_HOPPER_KERNELS:
         assert_same_bits(results, as_tf32)
 
 

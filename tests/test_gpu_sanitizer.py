@@ -33,15 +33,17 @@ from tests.chains import (
     with_layout,
 )
 from tests.gpu import DEVICE, arguments_of
-from triton_kernels.hopper import runs_hopper_convolutions, runs_hopper_kernels
+from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: Kernels that run on some GPUs alone, as their names begin.
-HOPPER_PRODUCTS = ("float32_split.", "linear_split_hopper.", "linear.linear_rest_kernel")
-HOPPER_CONVOLUTIONS = ("convolution_hopper.", "weight_gradient_hopper.")
+HOPPER = (
+    *("float32_split.", "linear_split_hopper.", "linear.linear_rest_kernel"),
+    *("convolution_hopper.", "weight_gradient_hopper."),
+)
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)
 by_precision = pytest.mark.parametrize(
@@ -179,8 +181,7 @@ def test_no_kernel_is_missing(launched):
     modules = [importlib.import_module(f"triton_kernels.{each.name}") for each in iter_modules(triton_kernels.__path__)]
     kernels = {name_of(each) for module in modules for each in vars(module).values() if is_kernel(each)}
     device = torch.device(DEVICE, torch.cuda.current_device())
-    elsewhere = () if runs_hopper_kernels(device) else HOPPER_PRODUCTS
-    elsewhere += () if runs_hopper_convolutions(device) else HOPPER_CONVOLUTIONS
+    elsewhere = () if runs_hopper_kernels(device) else HOPPER
     missing = {name for name in kernels - set(launched) if not name.startswith(elsewhere)}
     assert not missing
 

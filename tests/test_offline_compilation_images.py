@@ -26,7 +26,6 @@ from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 from triton_kernels.pointwise import ADD, nearest_tf32
-from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 pytestmark = pytest.mark.offline
 
@@ -35,9 +34,6 @@ SAMPLES, CHANNELS, SIZE = 128, 64, 256
 GEOMETRY = Geometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
 CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 
-with_overlapping_views = pytest.mark.skipif(
-    not HAS_OVERLAPPING_VIEWS, reason="this Triton cannot compile them: the portable kernel runs in their place"
-)
 by_short_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 by_format = pytest.mark.parametrize("format", [CHANNELS_LAST, CONTIGUOUS], ids=str)
 
@@ -66,6 +62,7 @@ def assert_fit_without_spills(kernels, allowed_spill=0, put_aside=0):
 def assert_multiplies_as_hopper_does(kernel, allowed_spill=0):
     assert_fit_without_spills([kernel], allowed_spill)
     assert "wgmma.mma_async" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
+    assert not kernel.waits_for_products
 
 
 @by_architecture
@@ -213,14 +210,12 @@ HOPPER_CONVOLUTIONS = [
 ]
 
 
-@with_overlapping_views
 @pytest.mark.parametrize("problem, dtype", HOPPER_CONVOLUTIONS, ids=str)
 def test_convolution_hopper(problem, dtype):
     (kernel,) = compile_launches(lambda: problem.launch(dtype), 90)
     assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if problem.statistics else 0)
 
 
-@with_overlapping_views
 @pytest.mark.parametrize("problem", [HopperConvolution(format=CONTIGUOUS), HopperConvolution(out_channels=44)], ids=str)
 def test_convolution_hopper_without_staging(problem):
     """Rows and channels of any number, which the copy engine does not take: float32 is stored thread by thread."""
@@ -228,23 +223,20 @@ def test_convolution_hopper_without_staging(problem):
     assert_multiplies_as_hopper_does(kernel)
 
 
-#: Taps and columns make the tile; what accumulates loads in addition, and float16 takes bfloat16's instructions.
+#: What accumulates loads in addition, and float16 takes bfloat16's instructions.
 WEIGHT_GRADIENTS = [
-    *((taps, columns, True, torch.bfloat16) for taps in ((1, 1), (2, 3), (3, 2), (3, 3)) for columns in (8, 16, 32)),
-    *(((3, 3), columns, False, torch.bfloat16) for columns in (8, 16, 32)),
-    *(((3, 3), columns, True, torch.float16) for columns in (8, 16, 32)),
+    *((taps, True, torch.bfloat16) for taps in ((1, 1), (2, 3), (3, 2), (3, 3))),
+    ((3, 3), False, torch.bfloat16),
+    ((3, 3), True, torch.float16),
 ]
 
 
-@with_overlapping_views
-@pytest.mark.parametrize("kernel_size, columns, accumulate, dtype", WEIGHT_GRADIENTS, ids=str)
-def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
+@pytest.mark.parametrize("kernel_size, accumulate, dtype", WEIGHT_GRADIENTS, ids=str)
+def test_weight_gradient_hopper(kernel_size, accumulate, dtype):
     def launch():
         input = torch.empty(SAMPLES, SIZE, SIZE, CHANNELS, dtype=dtype, device=META)
         gradient = torch.empty(SAMPLES, SIZE + 2, SIZE + 2, CHANNELS, dtype=dtype, device=META)
-        config = weight_gradient_hopper.WeightGradientConfig(columns)
-        taps = (kernel_size, (1, 1))
-        assert weight_gradient_hopper.supports(input, gradient, *taps, config)
+        assert weight_gradient_hopper.supports(input, gradient, kernel_size, (1, 1))
         partials = torch.empty(weight_gradient_hopper.partials_shape(input, gradient, kernel_size), device=META)
         weight_gradient_hopper.convolution_weight_gradient(
             input,
@@ -257,7 +249,6 @@ def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
             dilation=(1, 1),
             shift=(-2, -2),
             accumulate=accumulate,
-            config=config,
         )
 
     (kernel,) = compile_launches(launch, 90)
@@ -269,10 +260,9 @@ def test_weight_gradient_hopper(kernel_size, columns, accumulate, dtype):
 @by_short_dtype
 def test_direct_convolution(dtype, format, arch):
     """Forward and backward at the target size: on Hopper by its own kernels, elsewhere by the portable one."""
-    check_direct_convolution(dtype, format, arch, arch == 90 and HAS_OVERLAPPING_VIEWS)
+    check_direct_convolution(dtype, format, arch, arch == 90)
 
 
-@with_overlapping_views
 @by_format
 def test_direct_convolution_of_float32(format):
     check_direct_convolution(torch.float32, format, 90, True)
@@ -282,7 +272,6 @@ def test_direct_convolution_of_float32(format):
 PLAIN_CONVOLUTIONS = [(64, 8, 128), (128, 1, 512)]
 
 
-@with_overlapping_views
 @by_format
 @pytest.mark.parametrize("channels, samples, size", PLAIN_CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("with_image", [False, True])

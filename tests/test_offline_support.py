@@ -16,10 +16,8 @@ from tests.test_offline_compilation_images import (
     SIZE,
     by_architecture,
     images,
-    with_overlapping_views,
 )
 from triton_kernels import convolution_hopper, weight_gradient_hopper
-from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 pytestmark = pytest.mark.offline
 
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.offline
 def test_float32_is_direct_on_hopper_alone(arch):
     input, weight = images(torch.float32), torch.empty(CHANNELS, CHANNELS, 3, 3, device=META)
     taken = answer(lambda: direct_convolution.takes(input, weight, GEOMETRY, True), arch)
-    assert taken == (arch == 90 and HAS_OVERLAPPING_VIEWS)
+    assert taken == (arch == 90)
 
 
 def answer(question, arch):
@@ -38,14 +36,13 @@ def answer(question, arch):
     return answers[0]
 
 
-@with_overlapping_views
 @by_architecture
 def test_kernels_for_hopper_are_for_it_alone(arch):
-    taps, config = direct_convolution.forward_convolution(GEOMETRY), weight_gradient_hopper.WeightGradientConfig()
+    taps = direct_convolution.forward_convolution(GEOMETRY)
     input, output = images(torch.bfloat16), images(torch.bfloat16, size=SIZE + 2)
     nhwc = input.permute(0, 2, 3, 1), output.permute(0, 2, 3, 1)
     assert answer(lambda: convolution_hopper.supports(input, output, taps), arch) == (arch == 90)
-    assert answer(lambda: weight_gradient_hopper.supports(*nhwc, (3, 3), (1, 1), config), arch) == (arch == 90)
+    assert answer(lambda: weight_gradient_hopper.supports(*nhwc, (3, 3), (1, 1)), arch) == (arch == 90)
 
 
 #: What is wrong with each: (input, output, taps) of a convolution.
@@ -103,5 +100,4 @@ def test_what_the_weight_gradient_for_hopper_refuses(changes):
     gradient = images(dtype, channels=problem["out_channels"], samples=problem["samples"], size=SIZE + 2)
     nhwc = input.permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
     taps = problem["kernel_size"], problem["dilation"]
-    config = weight_gradient_hopper.WeightGradientConfig(columns=32)
-    assert not answer(lambda: weight_gradient_hopper.supports(*nhwc, *taps, config), 90)
+    assert not answer(lambda: weight_gradient_hopper.supports(*nhwc, *taps), 90)

@@ -45,8 +45,9 @@ from triton_kernels.convolution_tiling import (
 )
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.grid import blocks_of
-from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_convolutions, takes_input
+from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
 from triton_kernels.hopper_barriers import new_barriers
+from triton_kernels.hopper_memory import async_load, async_store, atoms_of, view, window
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import call, launch, wait_for_launch_before
@@ -68,7 +69,7 @@ def supports(input: torch.Tensor, output: torch.Tensor, convolution: StrideOneCo
     """
     is_one_run = output.stride(2) == output.stride(3) * output.shape[3]
     if not (
-        runs_hopper_convolutions(input.device)
+        runs_hopper_kernels(input.device)
         and input.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and input.dtype == output.dtype
         and 0 not in (input.numel(), output.numel())
@@ -95,12 +96,14 @@ def tile_place(tile, places):
 def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dilation_x, TILING: gl.constexpr):
     """The producer. It copies all weights of the program's channels once, then a box for each tile, channel step and
     tap column."""
-    ROWS: gl.constexpr = TILING.rows + TILING.halo
     TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns
     STEPS: gl.constexpr = TILING.steps
     HALO_BOXES: gl.constexpr = TILING.halo // TILING.halo_rows
     STEP: gl.constexpr = weight.block_shape[1]
-    boxes, weights, results = memory
+    atoms, weights, results = memory
+    OF_ROW: gl.constexpr = TILING.columns // 8
+    OF_TILE: gl.constexpr = atoms_of(input.block_shape, atoms.shape)
+    OF_HALO: gl.constexpr = atoms_of(halo.block_shape, atoms.shape)
     ready, empty, weights_ready, turns, hands = barriers
     channel_blocks = places[2]
     block = gl.program_id(0) % channel_blocks
@@ -108,7 +111,7 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
     for tap in range(TAPS):
         for step in gl.static_range(STEPS):
             place = [(tap * channel_blocks + block) * 64, step * STEP]
-            tma.async_copy_global_to_shared(weight, place, weights_ready, weights.index(tap * TILING.steps + step))
+            async_load(weight, place, weights_ready, weights.index(tap * TILING.steps + step))
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n, tile_y, tile_x = tile_place(tile, places)
@@ -118,13 +121,23 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
             x = tile_x * TILING.columns + first_tap[1] + turn % TILING.tap_columns * dilation_x
             stage = count % TILING.stages
             mbarrier.wait(empty.index(stage), (count // TILING.stages & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), ROWS * TILING.columns * TILING.row_bytes)
-            box = boxes.index(stage * ROWS)._reinterpret(input.dtype, input.block_shape, input.layout)
-            tma.async_copy_global_to_shared(input, [n, y, x, c], ready.index(stage), box)
+            mbarrier.expect(ready.index(stage), TILING.box_atoms * 8 * TILING.row_bytes)
+            box = window(atoms, stage, OF_TILE, TILING.weight_atoms, TILING.box_atoms, TILING.stages, 0)
+            box = view(box, input.dtype, input.block_shape, input.layout)
+            async_load(input, [n, y, x, c], ready.index(stage), box)
             for part in gl.static_range(HALO_BOXES):
                 row = TILING.rows + part * TILING.halo_rows
-                box = boxes.index(stage * ROWS + row)._reinterpret(halo.dtype, halo.block_shape, halo.layout)
-                tma.async_copy_global_to_shared(halo, [n, y + row, x, c], ready.index(stage), box)
+                box = window(
+                    atoms,
+                    stage,
+                    OF_HALO,
+                    TILING.weight_atoms,
+                    TILING.box_atoms,
+                    TILING.stages,
+                    (TILING.rows + part * TILING.halo_rows) * OF_ROW,
+                )
+                box = view(box, halo.dtype, halo.block_shape, halo.layout)
+                async_load(halo, [n, y + row, x, c], ready.index(stage), box)
             count += 1
 
 
@@ -162,11 +175,11 @@ def multiply(
     """A consumer: product and epilogue of every second tile of the program."""
     PIXELS: gl.constexpr = TILING.rows * TILING.columns
     HALVES: gl.constexpr = PIXELS // 128
-    ROWS: gl.constexpr = TILING.rows + TILING.halo
     TAP_ROWS: gl.constexpr = TILING.tap_rows
     TURNS: gl.constexpr = TILING.steps * TILING.tap_columns
-    boxes, weights, results = memory
+    atoms, weights, results = memory
     ready, empty, weights_ready, turns, hands = barriers
+    TAP_PITCH: gl.constexpr = TILING.dilation_y * TILING.columns // 8
     STEP: gl.constexpr = weights.shape[2]
     BITS: gl.constexpr = weights.dtype.primitive_bitwidth
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, HALVES], [16, 128, 256 // BITS])
@@ -206,8 +219,16 @@ def multiply(
             for tap_row in gl.static_range(TAP_ROWS):
                 tap = tap_row * TILING.tap_columns + part % TILING.tap_columns
                 a = weights.index(tap * TILING.steps + part // TILING.tap_columns)
-                pixels = boxes.index(stage * ROWS + tap_row * TILING.dilation_y)
-                b = pixels._reinterpret(weights.dtype, [PIXELS, STEP], PIXEL_ROWS).permute((1, 0))
+                pixels = window(
+                    atoms,
+                    stage,
+                    TILING.tile_atoms,
+                    TILING.weight_atoms,
+                    TILING.box_atoms,
+                    TILING.stages,
+                    tap_row * TAP_PITCH,
+                )
+                b = view(pixels, weights.dtype, [PIXELS, STEP], PIXEL_ROWS).permute((1, 0))
                 accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
             accumulator = warpgroup_mma_wait(num_outstanding=TAP_ROWS, deps=(accumulator,))
             if part > 0:
@@ -231,15 +252,15 @@ def multiply(
             gl.store(targets, values, mask=inside & gl.expand_dims(channel < channels, 1))
         else:
             mbarrier.wait(hands.index(CONSUMER), turn)
-            box = results._reinterpret(staged.dtype, staged.block_shape, staged.layout)
+            box = view(results, staged.dtype, staged.block_shape, staged.layout)
             if TILING.columns > 8:
                 results.store(values)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(staged, [n, y, block, x], box)
+                async_store(staged, [n, y, block, x], box)
             else:
                 results.permute((1, 0)).store(values)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(staged, [n, y, x, block], box)
+                async_store(staged, [n, y, x, block], box)
         if partials is not None:
             activated = by_slot(
                 apply_steps(values.to(gl.float32), operands, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
@@ -287,15 +308,13 @@ def convolution_kernel(
     wait_for_launch_before()
     PIXELS: gl.constexpr = TILING.rows * TILING.columns
     STAGES: gl.constexpr = TILING.stages
-    TAPS: gl.constexpr = TILING.tap_rows * TILING.tap_columns * TILING.steps
     BITS: gl.constexpr = input.dtype.primitive_bitwidth
     STEP: gl.constexpr = weight.block_shape[1]
     ROW: gl.constexpr = gl.NVMMASharedLayout(TILING.row_bytes, BITS, 2)
-    BOX_ROWS: gl.constexpr = STAGES * (TILING.rows + TILING.halo)
-    boxes = gl.allocate_shared_memory(input.dtype, [BOX_ROWS, TILING.columns, STEP], ROW)
-    weights = gl.allocate_shared_memory(input.dtype, [TAPS, 64, STEP], ROW)
+    atoms = gl.allocate_shared_memory(input.dtype, [TILING.atoms, 8, STEP], ROW)
+    weights = view(atoms, input.dtype, [TILING.atoms // 8, 64, STEP], ROW)  # at first; then come the boxes
     if staged is None:
-        results = boxes  # not used
+        results = atoms  # not used
     elif TILING.columns == 8:
         results = gl.allocate_shared_memory(staged.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, BITS, 2))
     else:
@@ -303,7 +322,7 @@ def convolution_kernel(
     ready, empty, weights_ready = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(1, 1).index(0)
     turns, hands = new_barriers(2, 1), new_barriers(2, 1)  # to multiply, and to stage results
     fence_async_shared()
-    memory = (boxes, weights, results)
+    memory = (atoms, weights, results)
     barriers = (ready, empty, weights_ready, turns, hands)
     # fmt: off
     gl.warp_specialize(

@@ -2,7 +2,7 @@
 Gluon."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,7 +22,7 @@ WIDEST_HALO = 16
 #: The largest number of boxes in flight.
 _MOST_STAGES = 6
 #: Bytes set aside for barriers, reductions and alignment.
-_RESERVED_BYTES = 4096
+_RESERVED_BYTES = 2048
 #: Tiles of 256 pixels are used where they cover at most this much more than tiles of 128, beyond an image's edges.
 _MOST_WASTE = 1.1
 
@@ -48,6 +48,25 @@ class Tiling:
     def pixels(self) -> int:
         return self.rows * self.columns
 
+    @property
+    def tile_atoms(self) -> int:
+        return self.pixels // 8
+
+    @property
+    def weight_atoms(self) -> int:
+        """Of 8 rows in shared memory, which all weights of a tile's channels take."""
+        return self.tap_rows * self.tap_columns * self.steps * CHANNELS // 8
+
+    @property
+    def box_atoms(self) -> int:
+        """Of 8 pixels, which a box takes."""
+        return (self.rows + self.halo) * self.columns // 8
+
+    @property
+    def atoms(self) -> int:
+        """All that are allocated: whole tiles, as windows of one are wanted (``triton_kernels.hopper_memory``)."""
+        return blocks_of(self.weight_atoms + self.stages * self.box_atoms, self.tile_atoms) * self.tile_atoms
+
     def tiles(self, height: int, width: int) -> tuple[int, int]:
         return blocks_of(height, self.rows), blocks_of(width, self.columns)
 
@@ -67,11 +86,11 @@ def tiling_of(pixels: int, columns: int, channels: int, element_size: int, convo
     halo = blocks_of((tap_rows - 1) * dilation_y, _HALO_ROWS) * _HALO_ROWS
     row_bytes = next((each for each in _ROW_BYTES if each >= channels * element_size), _ROW_BYTES[-1])
     steps = blocks_of(channels * element_size, row_bytes)
-    weights = tap_rows * tap_columns * steps * CHANNELS * row_bytes
+    tiling = Tiling(rows, columns, 0, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps, row_bytes)
     results = pixels * CHANNELS * 2 if element_size == 2 else 0
-    stages = (SHARED_MEMORY[90] - _RESERVED_BYTES - weights - results) // ((rows + halo) * columns * row_bytes)
-    stages = min(stages, _MOST_STAGES)
-    return Tiling(rows, columns, stages, tap_rows, tap_columns, dilation_y, halo, _HALO_ROWS, steps, row_bytes)
+    free = (SHARED_MEMORY[90] - _RESERVED_BYTES - results) // (8 * row_bytes)
+    free -= free % tiling.tile_atoms
+    return replace(tiling, stages=min((free - tiling.weight_atoms) // tiling.box_atoms, _MOST_STAGES))
 
 
 def tiling_for(

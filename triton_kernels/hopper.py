@@ -4,7 +4,6 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from triton_kernels.device import INTERPRETED, architecture
-from triton_kernels.versions import HAS_OVERLAPPING_VIEWS
 
 
 def takes_hopper_kernels(architecture: int) -> bool:
@@ -12,18 +11,8 @@ def takes_hopper_kernels(architecture: int) -> bool:
     return not INTERPRETED and architecture == 90
 
 
-def takes_hopper_convolutions(architecture: int) -> bool:
-    """``takes_hopper_kernels``, and a Triton that can compile the convolution kernels. Otherwise the portable one
-    runs."""
-    return takes_hopper_kernels(architecture) and HAS_OVERLAPPING_VIEWS
-
-
 def runs_hopper_kernels(device: torch.device) -> bool:
     return takes_hopper_kernels(architecture(device))
-
-
-def runs_hopper_convolutions(device: torch.device) -> bool:
-    return takes_hopper_convolutions(architecture(device))
 
 
 def is_channels_last(image: torch.Tensor) -> bool:

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,11 +26,10 @@ from triton_kernels.epilogues import chain_epilogue
 from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper_barriers import new_barriers
+from triton_kernels.hopper_memory import async_load
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import tile_count, tile_place
-from triton_kernels.versions import HAS_ASYNC_LOAD
 
-async_load = tma.async_load if HAS_ASYNC_LOAD else tma.async_copy_global_to_shared
 #: Layouts of an operand's tile, rows or depth first.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 

@@ -20,10 +20,9 @@ VERSION = version_of(triton.__version__)
 #: Gluon's TMA functions are ``async_load`` and ``async_store``. Before, they were ``async_copy_global_to_shared`` and
 #: ``async_copy_shared_to_global``; 3.9 keeps these names for functions that raise an error.
 HAS_ASYNC_LOAD = VERSION >= (3, 8)
-#: A view of shared memory may begin in the middle of a tile and reach beyond its source. The convolution and its weight
-#: gradient use such views to read overlapping windows of an image. 3.8 and 3.9 do not have them; docs/convolution.md
-#: says what was tried instead.
-HAS_OVERLAPPING_VIEWS = VERSION < (3, 8)
+#: A slice of shared memory may begin anywhere along its leading axis, and ``reinterpret`` has no underscore
+#: (``triton_kernels.hopper_memory``).
+SLICES_ANYWHERE = VERSION >= (3, 9)
 
 
 def warn_if_untested(version: tuple[int, int] = VERSION) -> None:

@@ -11,9 +11,9 @@ the two only changes the order of the taps, so the operand with fewer tiles is t
 the images.
 
 A pixel's 64 channels are a 128-byte row of shared memory, swizzled by the row's address. So a tap's shift only changes
-where in shared memory the operand begins. With tiles 8 columns wide, each tap column has its own box, and a tap row
-shifts by whole swizzle atoms (8 pixels, 1024 bytes). With wider tiles all taps share one box, which is 0.67 times the
-bytes at 3 x 3 taps. Each row of the tile is then a product of its own, whose operand may begin inside an atom.
+where in shared memory the operand begins. All taps share one box. Each row of a tile is a product of its own, whose
+operand may begin inside a swizzle atom (8 pixels, 1024 bytes). (Tiles 8 columns wide, with a box for each tap column,
+would begin at whole atoms, and copy half as much again at 3 x 3 taps.)
 """
 
 import functools
@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,28 +32,29 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of, next_power_of_2
-from triton_kernels.hopper import runs_hopper_convolutions
+from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.hopper_barriers import new_barriers
+from triton_kernels.hopper_memory import async_load, view, window
 from triton_kernels.launch import call, launch, wait_for_launch_before
+from triton_kernels.versions import VERSION
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64
 _ROW_BYTES = 128
-#: Pixels of a tile.
-_PIXELS = 128
+#: A tile.
+ROWS = 4
+COLUMNS = 32
+_PIXELS = ROWS * COLUMNS
+#: The largest number of tiles in flight.
+_MOST_STAGES = 5
 #: Bytes set aside for the barriers and for aligning the buffers.
 _RESERVED_BYTES = 2048
+_ROWS, _COLUMNS = gl.constexpr(ROWS), gl.constexpr(COLUMNS)
+#: Whether the products of a tile's row are waited for before the next one's begin, which frees their operand's
+#: registers. The assembler of Triton 3.9 would have each product wait for the one before.
+_WAITS_FOR_ROWS = gl.constexpr(VERSION >= (3, 9))
 #: Layout of a box: pixels of 128 bytes, swizzled.
 _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-@dataclass(frozen=True)
-class WeightGradientConfig:
-    """A tile's columns, and the largest number of tiles in flight. There are 8 columns, or 16 or 32 for a box that
-    all taps share."""
-
-    columns: int = 8
-    stages: int = 5
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,6 @@ class Taps:
 
     kernel_size: tuple[int, int]
     dilation: tuple[int, int]
-    columns: int
-    most_stages: int
-
-    @property
-    def rows(self) -> int:
-        return _PIXELS // self.columns
-
-    @property
-    def shared_box(self) -> bool:
-        """Whether all taps share one box. Otherwise each tap column has its own."""
-        return self.columns > 8
 
     @functools.cached_property
     def reach(self) -> tuple[int, int]:
@@ -81,52 +70,43 @@ class Taps:
         rows, columns = ((size - 1) * step for size, step in zip(self.kernel_size, self.dilation, strict=True))
         return rows, columns
 
-    @property
-    def boxes(self) -> int:
-        return 1 if self.shared_box else self.kernel_size[1]
-
     @functools.cached_property
     def halo(self) -> int:
-        """Columns right of the tile (in a shared box) or rows below it, as one copy takes them: a power of 2, or 0.
-
-        A copy is at least a swizzle atom of 8 pixels.
-        """
-        reach, least = (self.reach[1], 8) if self.shared_box else (self.reach[0], 1)
-        return max(least, next_power_of_2(reach)) if reach else 0
+        """Columns right of the tile, as one copy takes them: 0, or a power of 2 and at least a swizzle atom of 8."""
+        return max(8, next_power_of_2(self.reach[1])) if self.reach[1] else 0
 
     @property
     def box(self) -> tuple[int, int]:
         """Rows and columns of a box."""
-        if self.shared_box:
-            return self.rows + self.reach[0], self.columns + self.halo
-        return self.rows + self.halo, self.columns
+        return ROWS + self.reach[0], COLUMNS + self.halo
 
     @property
     def box_pixels(self) -> int:
         return self.box[0] * self.box[1]
 
     @property
-    def slot_pixels(self) -> int:
-        return self.boxes * self.box_pixels
-
-    @property
     def tap_pitch(self) -> tuple[int, int]:
         """The distance in pixels from a tap to the one below it, and to the one on its right."""
-        down = self.dilation[0] * self.box[1]
-        return down, self.dilation[1] if self.shared_box else self.box_pixels
-
-    @property
-    def step(self) -> int:
-        """The number of a tile's pixels that are contiguous in a box: a row of it, or all of it."""
-        return self.columns if self.shared_box else _PIXELS
+        return self.dilation[0] * self.box[1], self.dilation[1]
 
     @property
     def stage_bytes(self) -> int:
-        return (_PIXELS + self.slot_pixels) * _ROW_BYTES
+        return (_PIXELS + self.box_pixels) * _ROW_BYTES
+
+    @property
+    def pixels(self) -> int:
+        """All that boxes are allocated: a multiple of any window's (``triton_kernels.hopper_memory``)."""
+        return blocks_of(self.stages * self.box_pixels, self._widest) * self._widest
+
+    @property
+    def _widest(self) -> int:
+        return max(COLUMNS, self.halo)
 
     @functools.cached_property
     def stages(self) -> int:
-        return min(self.most_stages, (SHARED_MEMORY[90] - _RESERVED_BYTES) // self.stage_bytes)
+        """The number of tiles in flight."""
+        free = (SHARED_MEMORY[90] - _RESERVED_BYTES) // _ROW_BYTES - self._widest  # some pixels may stay empty
+        return min(_MOST_STAGES, free // (_PIXELS + self.box_pixels))
 
 
 @gluon.jit
@@ -138,58 +118,39 @@ def share_of_program(scope):
 
 
 @gluon.jit
-def pixel_of(slots, pixel):
-    """One pixel of ``slots``, which counts them in eights: a view of more pixels can begin there."""
-    PIXELS: gl.constexpr = slots.shape[0] * 8
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    return slots._reinterpret(slots.dtype, [PIXELS, 64], FLAT).index(pixel)
-
-
-@gluon.jit
-def copy_box(source, n, y, x, c, ready, target):
-    """Start copying the box of ``source`` that begins at pixel (n, y, x), channel c, to where ``target`` begins."""
-    slot = target._reinterpret(source.dtype, source.block_shape, source.layout)
-    tma.async_copy_global_to_shared(source, [n, y, x, c], ready, slot)
-
-
-@gluon.jit
 def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr):
     """The copying warp. For each tile it waits until a stage is free, and fills it."""
     fixed, shifted, halo = sources
-    fixed_slots, shifted_slots = slots
+    fixed_slots, pixels = slots
     ready, empty = barriers
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
-    ROWS: gl.constexpr = TAPS.rows
-    COLUMNS: gl.constexpr = TAPS.columns
+    HEIGHT: gl.constexpr = TAPS.box[0]
+    WIDTH: gl.constexpr = TAPS.box[1]
     block_fixed, block_shifted, share, shares = share_of_program(scope)
     step = 0
     # Different programs process neighbouring tiles at the same time, so that L2 serves what they share.
     for tile in range(share, tiles, shares):
         sample = tile // (tiles_x * tiles_y)
-        y = tile // tiles_x % tiles_y * ROWS
-        x = tile % tiles_x * COLUMNS
+        y = tile // tiles_x % tiles_y * _ROWS
+        x = tile % tiles_x * _COLUMNS
         stage = step % TAPS.stages
         full = ready.index(stage)
         mbarrier.wait(empty.index(stage), (step // TAPS.stages & 1) ^ 1)
         mbarrier.expect(full, TAPS.stage_bytes)
-        copy_box(fixed, first[0] + sample, y, x, block_fixed * 64, full, fixed_slots.index(stage))
+        box = view(fixed_slots.index(stage), fixed.dtype, fixed.block_shape, fixed.layout)
+        async_load(fixed, [first[0] + sample, y, x, block_fixed * 64], full, box)
         n = first[1] + sample
         y += shift[0]
         x += shift[1]
         c = block_shifted * 64
-        if TAPS.shared_box:
-            for row in range(TAPS.box[0]):
-                pixel = stage * TAPS.slot_pixels + row * TAPS.box[1]
-                copy_box(shifted, n, y + row, x, c, full, pixel_of(shifted_slots, pixel))
-                if TAPS.halo > 0:
-                    copy_box(halo, n, y + row, x + COLUMNS, c, full, pixel_of(shifted_slots, pixel + COLUMNS))
-        else:
-            for box in range(TAPS.boxes):
-                pixel = stage * TAPS.slot_pixels + box * TAPS.box_pixels
-                column = x + box * TAPS.dilation[1]
-                copy_box(shifted, n, y, column, c, full, pixel_of(shifted_slots, pixel))
-                if TAPS.halo > 0:
-                    copy_box(halo, n, y + ROWS, column, c, full, pixel_of(shifted_slots, pixel + ROWS * COLUMNS))
+        for row in gl.static_range(HEIGHT):
+            box = window(pixels, stage, _COLUMNS, 0, TAPS.box_pixels, TAPS.stages, row * WIDTH)
+            box = view(box, shifted.dtype, shifted.block_shape, shifted.layout)
+            async_load(shifted, [n, y + row, x, c], full, box)
+            if TAPS.halo > 0:
+                box = window(pixels, stage, TAPS.halo, 0, TAPS.box_pixels, TAPS.stages, row * WIDTH + _COLUMNS)
+                box = view(box, halo.dtype, halo.block_shape, halo.layout)
+                async_load(halo, [n, y + row, x + _COLUMNS, c], full, box)
         step += 1
 
 
@@ -197,48 +158,52 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
 def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: gl.constexpr, ACCUMULATE: gl.constexpr):
     """A multiplying warpgroup. It sums the taps of column TAP_X over this program's tiles, and writes them to
     ``partials``."""
-    fixed_slots, shifted_slots = slots
+    fixed_slots, pixels = slots
     ready, empty = barriers
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
     KH: gl.constexpr = TAPS.kernel_size[0]
     KW: gl.constexpr = TAPS.kernel_size[1]
-    STEP: gl.constexpr = TAPS.step
-    STEP_PITCH: gl.constexpr = TAPS.box[1]  # from row to row; contiguous pixels are one step
+    WIDTH: gl.constexpr = TAPS.box[1]
+    DOWN: gl.constexpr = TAPS.tap_pitch[0]
+    CORNER: gl.constexpr = TAP_X * TAPS.tap_pitch[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FRAGMENT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     block_fixed, block_shifted, share, shares = share_of_program(scope)
-    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), 1)
-    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS)), 0)
-    place = (gl.program_id(0) % blocks * shares + share).to(gl.int64) * (KH * KW) + TAP_X
-    target = partials + place * 4096 + (row * 64 + column)
     sums = ()
-    for tap_y in gl.static_range(KH):
-        if ACCUMULATE:
-            sums = sums + (gl.load(target + tap_y * KW * 4096),)
-        else:
-            sums = sums + (gl.zeros((64, 64), gl.float32, layout=SUMS),)
+    for _tap_y in gl.static_range(KH):
+        sums = sums + (gl.zeros((64, 64), gl.float32, layout=SUMS),)
     step = 0
     for _tile in range(share, tiles, shares):
         stage = step % TAPS.stages
         mbarrier.wait(ready.index(stage), step // TAPS.stages & 1)
-        corner = stage * TAPS.slot_pixels + TAP_X * TAPS.tap_pitch[1]
         fixed = fixed_slots.index(stage).permute((1, 0))
-        for part in gl.static_range(128 // STEP):
+        for row in gl.static_range(_ROWS):
             # From registers: at 64 x 64 channels, two operands in shared memory would take all of its bandwidth.
-            a = fixed.slice(part * STEP, STEP, dim=1).load(FRAGMENT)
+            a = fixed.slice(row * _COLUMNS, _COLUMNS, dim=1).load(FRAGMENT)
             next_sums = ()
             for tap_y in gl.static_range(KH):
-                pixel = corner + tap_y * TAPS.tap_pitch[0] + part * STEP_PITCH
-                b = pixel_of(shifted_slots, pixel)._reinterpret(fixed_slots.dtype, [STEP, 64], fixed_slots.layout)
+                b = window(
+                    pixels, stage, _COLUMNS, 0, TAPS.box_pixels, TAPS.stages, tap_y * DOWN + CORNER + row * WIDTH
+                )
+                b = view(b, pixels.dtype, [_COLUMNS, 64], SWIZZLED)
                 next_sums = next_sums + (warpgroup_mma(a, b, sums[tap_y], is_async=True),)
             sums = next_sums
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=sums)
-        if KH == 1:
-            sums = (sums,)
+            if _WAITS_FOR_ROWS or row == _ROWS - 1:
+                sums = warpgroup_mma_wait(num_outstanding=0, deps=sums)
+                if KH == 1:
+                    sums = (sums,)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), 1)
+    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS)), 0)
+    place = (gl.program_id(0) % blocks * shares + share).to(gl.int64) * (KH * KW) + TAP_X
+    target = partials + place * 4096 + (row * 64 + column)
     for tap_y in gl.static_range(KH):
-        gl.store(target + tap_y * KW * 4096, sums[tap_y])
+        result = sums[tap_y]
+        if ACCUMULATE:
+            result += gl.load(target + tap_y * KW * 4096)
+        gl.store(target + tap_y * KW * 4096, result)
 
 
 @gluon.jit
@@ -248,9 +213,9 @@ def idle():
 
 @gluon.jit(do_not_specialize=["fixed_first", "shifted_first", "tiles"])
 def weight_gradient_kernel(
-    fixed,  # [N, H, W, C]: descriptor of boxes [1, TAPS.rows, TAPS.columns, 64]
-    shifted,  # [M, OH, OW, O]: descriptor of boxes of as many pixels, or of one row of them where taps share a box
-    halo,  # the same tensor: descriptor of what lies below those boxes or right of those rows; unused without a halo
+    fixed,  # [N, H, W, C]: descriptor of a tile, [1, ROWS, COLUMNS, 64]
+    shifted,  # [M, OH, OW, O]: descriptor of a row of it
+    halo,  # the same tensor: descriptor of what lies right of those rows; unused without a halo
     partials,  # [blocks, shares, taps, 64, 64] float32: sums over pixels, at [.., channel of fixed, channel of shifted]
     fixed_first,  # where in fixed the samples begin
     shifted_first,  # and in shifted
@@ -267,17 +232,19 @@ def weight_gradient_kernel(
     """For each tap, sums over pixels of the products of fixed and shifted; one program for each (block, share)."""
     wait_for_launch_before()
     KW: gl.constexpr = TAPS.kernel_size[1]
-    EIGHTS: gl.constexpr = (TAPS.slot_pixels * TAPS.stages + 7) // 8
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     fixed_slots = gl.allocate_shared_memory(fixed.dtype, [TAPS.stages, 128, 64], SWIZZLED)
-    shifted_slots = gl.allocate_shared_memory(fixed.dtype, [EIGHTS, 8, 64], SWIZZLED)
+    # Allocated as swizzle atoms, which aligns them.
+    pixels = gl.allocate_shared_memory(fixed.dtype, [TAPS.pixels // 8, 8, 64], SWIZZLED)
+    pixels = view(pixels, fixed.dtype, [TAPS.pixels, 64], FLAT)
     barriers = (new_barriers(TAPS.stages, 1), new_barriers(TAPS.stages, KW))
     fence_async_shared()
     sources = (fixed, shifted, halo)
     first = (fixed_first, shifted_first)
     shift = (row_shift, column_shift)
     scope = (tiles, tiles_y, tiles_x, blocks_shifted, blocks)
-    slots = (fixed_slots, shifted_slots)
+    slots = (fixed_slots, pixels)
     # Registers: all warps, rounded up to multiples of four, share 65536. A multiplying thread holds 32 for each tap
     # row's sums and 32 of the fixed tile. The copying warp spills at 24. With one tap column, an idle warpgroup is
     # added: without it Triton asks for 256 registers a thread, which ptxas ignores.
@@ -309,7 +276,6 @@ def supports(
     gradient: torch.Tensor,
     kernel_size: tuple[int, int],
     dilation: tuple[int, int],
-    config: WeightGradientConfig,
 ) -> bool:
     """Whether the kernel takes these NHWC tensors and taps.
 
@@ -317,11 +283,11 @@ def supports(
     can copy: strides and addresses in multiples of 16 bytes, so channels in multiples of 8.
     """
     return (
-        runs_hopper_convolutions(input.device)
+        runs_hopper_kernels(input.device)
         and input.dtype == gradient.dtype
         and input.dtype in (torch.bfloat16, torch.float16)
         and all(1 <= size <= 3 for size in kernel_size)
-        and Taps(kernel_size, dilation, config.columns, config.stages).stages >= 2
+        and Taps(kernel_size, dilation).stages >= 2
         and all(
             t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(3) == 1 and all(s % 8 == 0 for s in t.stride()[:3])
             for t in (input, gradient)
@@ -351,7 +317,6 @@ def convolution_weight_gradient(
     dilation: tuple[int, int],
     shift: tuple[int, int],
     accumulate: bool,
-    config: WeightGradientConfig,
 ) -> None:
     """Write the weight gradient's sums over ``count`` samples to ``partials``, or add them if ``accumulate``.
 
@@ -365,24 +330,22 @@ def convolution_weight_gradient(
         if not accumulate:
             call(_zero, partials)
         return
-    taps = Taps(kernel_size, dilation, config.columns, config.stages)
-    if _gradient_is_fixed(input.shape, gradient.shape, config):
+    taps = Taps(kernel_size, dilation)
+    if _gradient_is_fixed(input.shape, gradient.shape):
         fixed, shifted, fixed_first, shifted_first = gradient, input, gradient_first, input_first
     else:
         # The same sums, with the taps in reverse order: seen from the input, the last tap has the smallest shift.
         fixed, shifted, fixed_first, shifted_first = input, gradient, input_first, gradient_first
         shift = tuple(-start - reach for start, reach in zip(shift, taps.reach, strict=True))
-    tiles_y, tiles_x = blocks_of(fixed.shape[1], taps.rows), blocks_of(fixed.shape[2], taps.columns)
+    tiles_y, tiles_x = blocks_of(fixed.shape[1], ROWS), blocks_of(fixed.shape[2], COLUMNS)
     blocks, shares, _ = partials.shape
-    shifted_box = [1, 1 if taps.shared_box else taps.rows, taps.columns, _CHANNELS]
-    halo_box = [1, 1, taps.halo, _CHANNELS] if taps.shared_box else [1, taps.halo, taps.columns, _CHANNELS]
     launch(
         weight_gradient_kernel,
         (blocks * shares,),
         input.device,
-        _descriptor(fixed, [1, taps.rows, taps.columns, _CHANNELS]),
-        _descriptor(shifted, shifted_box),
-        _descriptor(shifted, halo_box if taps.halo else shifted_box),
+        _descriptor(fixed, ROWS, COLUMNS),
+        _descriptor(shifted, 1, COLUMNS),
+        _descriptor(shifted, 1, taps.halo or COLUMNS),
         partials,
         fixed_first,
         shifted_first,
@@ -395,7 +358,7 @@ def convolution_weight_gradient(
         blocks,
         TAPS=taps,
         ACCUMULATE=accumulate,
-        config=config,
+        config=taps,
         num_warps=4,
     )
 
@@ -410,12 +373,11 @@ def by_taps(
     gradient_shape: tuple[int, ...],
     *,
     kernel_size: tuple[int, int],
-    config: WeightGradientConfig,
 ) -> torch.Tensor:
     """The weight gradient [KH, KW, O, C] in float32 (not contiguous): ``sums`` are ``convolution_weight_gradient``'s
     partials added up over the shares, and the shapes those of its input and gradient."""
     input_blocks, gradient_blocks = (blocks_of(shape[3], _CHANNELS) for shape in (input_shape, gradient_shape))
-    if _gradient_is_fixed(input_shape, gradient_shape, config):
+    if _gradient_is_fixed(input_shape, gradient_shape):
         sums = sums.view(gradient_blocks, input_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 0, 4, 1, 5)
     else:
         sums = sums.view(input_blocks, gradient_blocks, *kernel_size, _CHANNELS, _CHANNELS).permute(2, 3, 1, 5, 0, 4)
@@ -424,16 +386,14 @@ def by_taps(
     return sums[:, :, : gradient_shape[3], : input_shape[3]]
 
 
-def _gradient_is_fixed(
-    input_shape: tuple[int, ...], gradient_shape: tuple[int, ...], config: WeightGradientConfig
-) -> bool:
+def _gradient_is_fixed(input_shape: tuple[int, ...], gradient_shape: tuple[int, ...]) -> bool:
     """Whether the gradient has no more tiles than the input."""
-    rows = _PIXELS // config.columns
     of_gradient, of_input = (
-        blocks_of(shape[1], rows) * blocks_of(shape[2], config.columns) for shape in (gradient_shape, input_shape)
+        blocks_of(shape[1], ROWS) * blocks_of(shape[2], COLUMNS) for shape in (gradient_shape, input_shape)
     )
     return of_gradient <= of_input
 
 
-def _descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, _BOX_LAYOUT)
+def _descriptor(image: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    box = [1, rows, columns, _CHANNELS]
+    return TensorDescriptor(image, list(image.shape), list(image.stride()), box, _BOX_LAYOUT)

@@ -54,18 +54,6 @@ def test_show_tells_where_cublas_computes_the_product(folder, capsys, monkeypatc
     assert "l94 bfloat16 1024x8192x8192: cuBLAS computes the product" in output
 
 
-@pytest.mark.parametrize("has_views, told", [(True, 0), (False, 1)])
-def test_show_tells_where_triton_cannot_compile_the_convolutions_for_hopper(
-    folder, capsys, monkeypatch, has_views, told
-):
-    monkeypatch.setattr(gpus, "takes_hopper_kernels", lambda architecture: architecture == 90)
-    monkeypatch.setattr(gpus, "takes_hopper_convolutions", lambda architecture: architecture == 90 and has_views)
-    command = "show --names l19 --dtypes bfloat16 --shapes 2x8x8x16x16x3 --gpu".split()
-    for gpu, expected in ((GPU.name, told), ("NVIDIA B200", 0)):
-        status, output = run(*command, gpu, capsys=capsys)
-        assert status == 0 and output.count("cannot compile the convolutions for Hopper") == expected
-
-
 def test_quick(folder, capsys):
     status, output = run(*SMALL, "4x32x8", "--quick", "--again", capsys=capsys)
     assert status == 0 and "of 1 config " in output

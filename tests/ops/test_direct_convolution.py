@@ -93,7 +93,7 @@ def hopper_problem(kernel_size, dilation, shift):
 def on_hopper(monkeypatch):
     """As on a GPU that has them; all else of their modules is their own."""
     for module in (direct_convolution, convolution_hopper, weight_gradient_hopper):
-        monkeypatch.setattr(module, "runs_hopper_convolutions", lambda device: True)
+        monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)
     convolutions = types.SimpleNamespace(
         supports=convolution_hopper.supports,
         partial_count=lambda input, output, convolution: 1,
@@ -101,12 +101,11 @@ def on_hopper(monkeypatch):
     )
     weight_gradients = types.SimpleNamespace(
         supports=weight_gradient_hopper.supports,
-        WeightGradientConfig=weight_gradient_hopper.WeightGradientConfig,
         partials_shape=lambda input, gradient, kernel_size: (
             *(1, 1, kernel_size[0] * kernel_size[1] * gradient.shape[3] * input.shape[3]),
         ),
         convolution_weight_gradient=add_weight_gradient,
-        by_taps=lambda sums, input_shape, gradient_shape, *, kernel_size, config: sums.view(
+        by_taps=lambda sums, input_shape, gradient_shape, *, kernel_size: sums.view(
             *kernel_size, gradient_shape[3], input_shape[3]
         ),
     )
@@ -182,7 +181,7 @@ def test_plain_convolutions(on_hopper, monkeypatch, format):
     assert not takes(72, 44) and not takes(44, 72)  # rows that TMA does not copy
     assert not takes(64, 64, kernel_size=(5, 5)) and not takes(64, 64, dilation=(9, 1))
     assert not takes(64, 64, stride=(2, 2)) and not takes(64, 64, groups=2) and not takes(64, 64, torch.float32)
-    monkeypatch.setattr(direct_convolution, "runs_hopper_convolutions", lambda device: False)
+    monkeypatch.setattr(direct_convolution, "runs_hopper_kernels", lambda device: False)
     assert not takes(64, 64)
     monkeypatch.setattr(direct_convolution, "INTERPRETED", True)
     assert takes(8, 5) and not takes(8, 5, torch.float32)

@@ -87,7 +87,7 @@ def test_strides_of_matrices(rows, chain):
 @pytest.mark.parametrize("shape, kernel, channels, options", IMAGES.values(), ids=IMAGES)
 def test_strides_of_images_on_a_gpu(shape, kernel, channels, options, input_format, weight_format, dtype, monkeypatch):
     """All of them, without a GPU: PyTorch's fake tensors have a device, and strides, but no values."""
-    monkeypatch.setattr(direct_convolution, "runs_hopper_convolutions", lambda device: False)
+    monkeypatch.setattr(direct_convolution, "runs_hopper_kernels", lambda device: False)
     with FakeTensorMode(), torch.no_grad():
         convolution = nn.ConvTranspose2d(shape[1], channels, kernel, **options, device="meta")
         model = nn.Sequential(convolution, nn.GELU(), nn.GroupNorm(1, channels, device="meta"))

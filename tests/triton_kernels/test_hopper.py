@@ -8,7 +8,7 @@ from ops import direct_convolution
 from triton_kernels import convolution_hopper, weight_gradient_hopper
 from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import architecture
-from triton_kernels.hopper import is_copyable, runs_hopper_convolutions, takes_input
+from triton_kernels.hopper import is_copyable, runs_hopper_kernels, takes_input
 
 
 def test_not_in_the_interpreter():
@@ -16,10 +16,9 @@ def test_not_in_the_interpreter():
     images = torch.zeros(2, 64, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     nhwc = images.permute(0, 2, 3, 1)
     assert architecture(images.device) == 90
-    assert not runs_hopper_convolutions(images.device)
+    assert not runs_hopper_kernels(images.device)
     assert not convolution_hopper.supports(images, images, StrideOneConvolution((3, 3), (1, 1), (-1, -1)))
-    config = weight_gradient_hopper.WeightGradientConfig()
-    assert not weight_gradient_hopper.supports(nhwc, nhwc, (3, 3), (1, 1), config)
+    assert not weight_gradient_hopper.supports(nhwc, nhwc, (3, 3), (1, 1))
 
 
 def test_tensors_without_an_address():
