@@ -36,7 +36,6 @@ from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.hopper_memory import async_load, view, window
 from triton_kernels.launch import call, launch, wait_for_launch_before
-from triton_kernels.versions import VERSION
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64
@@ -50,9 +49,6 @@ _MOST_STAGES = 5
 #: Bytes set aside for the barriers and for aligning the buffers.
 _RESERVED_BYTES = 2048
 _ROWS, _COLUMNS = gl.constexpr(ROWS), gl.constexpr(COLUMNS)
-#: Whether the products of a tile's row are waited for before the next one's begin, which frees their operand's
-#: registers. The assembler of Triton 3.9 would have each product wait for the one before.
-_WAITS_FOR_ROWS = gl.constexpr(VERSION >= (3, 9))
 #: Layout of a box: pixels of 128 bytes, swizzled.
 _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
@@ -188,11 +184,11 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
                 )
                 b = view(b, pixels.dtype, [_COLUMNS, 64], SWIZZLED)
                 next_sums = next_sums + (warpgroup_mma(a, b, sums[tap_y], is_async=True),)
-            sums = next_sums
-            if _WAITS_FOR_ROWS or row == _ROWS - 1:
-                sums = warpgroup_mma_wait(num_outstanding=0, deps=sums)
-                if KH == 1:
-                    sums = (sums,)
+            # This frees their operand's registers. Triton 3.9's assembler would wait for each product otherwise; before
+            # 3.9 it makes no difference (0.89 ms for 0.88 at the target size, H100).
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=next_sums)
+            if KH == 1:
+                sums = (sums,)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), 1)
