@@ -226,16 +226,16 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "models_kernels": partial(_ways_table, WAY_KERNELS),
     "models_failures": _failures,
 }
-#: README has room for one device: the one whose models were measured last.
-_OF_ONE_DEVICE = {"models_main"}
+#: README has room for one device: the one of which such rows were measured last.
+_OF_ONE_DEVICE = {"times": attrgetter("target"), "models_main": attrgetter("models")}
 _OPENING, _CLOSING = "<!-- table: {} -->", "<!-- /table -->"
 #: A table's name, and its end. That is empty where the next table, or the page's end, comes first.
 _PLACE = re.compile(r"<!-- table: ([^>]*) -->.*?(<!-- /table -->|(?=<!-- table:)|\Z)", re.DOTALL)
 
 
-def _measured_last(results: DeviceResults) -> float:
-    """When its models were, in seconds."""
-    return max([run.date.timestamp() for run in runs_of(results.models)], default=0.0)
+def _last(rows: Iterable[Row]) -> float:
+    """When the last of them was measured, in seconds."""
+    return max([run.date.timestamp() for run in runs_of(rows)], default=0.0)
 
 
 def fill_tables(text: str, devices: Sequence[DeviceResults], page: Path) -> str:
@@ -247,7 +247,8 @@ def fill_tables(text: str, devices: Sequence[DeviceResults], page: Path) -> str:
             raise BadResult(f"{page}: no table is called {name!r}; there are {', '.join(TABLES)}")
         if not place[2]:
             raise BadResult(f"{page}: no {_CLOSING} behind {_OPENING.format(name)}")
-        shown = sorted(devices, key=_measured_last)[-1:] if name in _OF_ONE_DEVICE else devices
+        rows_of = _OF_ONE_DEVICE.get(name)
+        shown = sorted(devices, key=lambda each: _last(rows_of(each)))[-1:] if rows_of else devices
         tables = [table for results in shown if (table := TABLES[name](results))]
         return "\n\n".join([_OPENING.format(name), *(tables or [NOT_MEASURED]), _CLOSING])
 

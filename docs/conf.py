@@ -73,6 +73,7 @@ docs/convolution
 docs/convolution_epilogue
 docs/norm_passes
 docs/convolution_float32
+docs/convolution_triton
 ```
 
 ```{toctree}
