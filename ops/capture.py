@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import time
 import types
 import weakref
@@ -74,23 +75,36 @@ def _copy(function: Any) -> types.FunctionType:
     return types.FunctionType(code, dict(function.__globals__))
 
 
-#: The seconds that attempts to capture calls of a kind may take in all, and the share of the time since the first.
+#: The seconds that attempts to capture calls may take a model in all, and the share of the time since the first.
 _ATTEMPTS_SECONDS, _ATTEMPTS_SHARE = 1.0, 0.01
 
 
 @dataclass
 class _Refusal:
-    """Why calls of a kind were not captured, how often in a row, and how many more are not to be tried; and when that
-    began, and the seconds that it took."""
+    """Why calls of a kind were not captured, how often in a row, and how many more are not to be tried."""
 
     reason: str
-    begin: float
     count: int = 0
     rest: int = 0
+
+
+@dataclass
+class Attempts:
+    """To capture calls of a model's modules, in vain: when the first began, and the seconds that all took."""
+
+    begin: float = math.inf
     seconds: float = 0.0
 
+    def __reduce__(self) -> tuple:
+        """That of a copied model begins anew: the clock is the process's."""
+        return Attempts, ()
+
+    def note(self, begin: float) -> None:
+        self.begin = min(self.begin, begin)
+        self.seconds += time.perf_counter() - begin
+
     @property
-    def is_costly(self) -> bool:
+    def are_costly(self) -> bool:
         return self.seconds > max(_ATTEMPTS_SECONDS, _ATTEMPTS_SHARE * (time.perf_counter() - self.begin))
 
 
@@ -100,16 +114,17 @@ class Captured:
     ``taker.take`` gets the graphs, and may return what is to run in a graph's place. What is captured is kept until a
     guard of Dynamo's fails. To find out that a call cannot be captured may take seconds. So it is tried again with the
     next of its kind, and then behind 1, 3, 7, 15, ... others that were not captured either, or later, once all attempts
-    together have taken a second and are not under a hundredth of the time. A kind has the same types of arguments, the
-    same flags among them, and the same modes.
+    in the model have taken a second and are not under a hundredth of the time. A kind has the same types of arguments,
+    the same flags among them, and the same modes.
 
     Args:
         taker: What gets the graphs.
         refusals: By their kinds, the calls of the module that were not captured.
+        attempts: Those in the module's model.
     """
 
-    def __init__(self, taker: Any, refusals: dict[tuple, _Refusal]) -> None:
-        self._taker, self._refusals = taker, refusals
+    def __init__(self, taker: Any, refusals: dict[tuple, _Refusal], attempts: Attempts) -> None:
+        self._taker, self._refusals, self._attempts = taker, refusals, attempts
 
     @functools.cached_property
     def _runs(self) -> tuple[Callable, Callable]:
@@ -126,7 +141,7 @@ class Captured:
             if "_runs" in self.__dict__:
                 with contextlib.suppress(NotCaptured):
                     return self._runs[1](forward, module, *arguments, **options)
-            if refusal.rest or refusal.is_costly:
+            if refusal.rest or (refusal.count > 1 and self._attempts.are_costly):
                 refusal.rest = max(refusal.rest - 1, 0)
                 raise NotCaptured(refusal.reason)
             if refusal.reason == _SKIPPED:  # Dynamo may have marked the code as one to skip
@@ -142,9 +157,9 @@ class Captured:
             if refusal:
                 del self._refusals[kind]
             return result
-        refusal = self._refusals.setdefault(_kind(module, arguments, options), _Refusal(reason, start))
+        refusal = self._refusals.setdefault(_kind(module, arguments, options), _Refusal(reason))
         refusal.reason, refusal.count, refusal.rest = reason, refusal.count + 1, 2**refusal.count - 1
-        refusal.seconds += time.perf_counter() - start
+        self._attempts.note(start)
         raise NotCaptured(reason)
 
 

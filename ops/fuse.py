@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ops import fusion
+from ops.capture import Attempts
 from ops.fusion import Fusion
 
 
@@ -153,8 +154,9 @@ def fuse(model: nn.Module, *, everything: bool = False) -> FusionReport:
     _require_module(model)
     modules = [each for each in model.modules() if fusion.of(each) or fusion.may_hold(each)]
     unfuse(model)
+    attempts = Attempts()
     for module in modules:
-        fusion.install(module, everything)
+        fusion.install(module, everything, attempts)
     return FusionReport(model, tuple([each for each in model.modules() if fusion.is_passed_over(each)]))
 
 

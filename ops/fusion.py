@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ops import rewriting
-from ops.capture import Captured, NotCaptured, observer
+from ops.capture import Attempts, Captured, NotCaptured, observer
 
 #: A module's attribute that has its Fusion: the one place that says that it runs fused.
 _ATTRIBUTE = "_normfuse_fusion"
@@ -30,9 +30,9 @@ def of(module: nn.Module) -> "Fusion | None":
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def install(module: nn.Module, everything: bool) -> "Fusion":
+def install(module: nn.Module, everything: bool, attempts: Attempts) -> "Fusion":
     """Have the module's calls captured. A forward that somebody wrapped around ours stays."""
-    fusion = module.__dict__[_ATTRIBUTE] = Fusion(module, everything)
+    fusion = module.__dict__[_ATTRIBUTE] = Fusion(module, everything, attempts)
     _set_forward(module)
     return fusion
 
@@ -167,8 +167,8 @@ class Fusion:
         left: Path within it, chain and reason of each chain that is left to PyTorch.
     """
 
-    def __init__(self, module: nn.Module, everything: bool) -> None:
-        self._module, self._everything = module, everything
+    def __init__(self, module: nn.Module, everything: bool, attempts: Attempts) -> None:
+        self._module, self._everything, self._attempts = module, everything, attempts
         self.sought_as: int | None = None
         torch.compiler.assume_constant_result(_note_compiled)  # not before, as it loads Dynamo
         self.written = type(module).forward
@@ -185,7 +185,7 @@ class Fusion:
     def __reduce__(self) -> tuple:
         """A copy of the module is one that was just fused. Its ``forward`` is pickled by that name: in the module's
         ``__dict__`` this stands before it."""
-        return install, (self._module, self._everything)
+        return install, (self._module, self._everything, self._attempts)
 
     @property
     def chains(self) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ class Fusion:
         for each in self._module.modules():
             if fusion := of(each):
                 fusion.written = type(each).forward
-        return Captured(taker, self._refusals)
+        return Captured(taker, self._refusals, self._attempts)
 
     def _look(self, module: nn.Module, arguments: tuple, options: dict[str, Any]) -> Any:
         """The call, by which it is found out which modules hold chains: these are fused from the next one on."""
@@ -254,7 +254,7 @@ class Fusion:
         if search.called:
             with _looking:
                 self.looked.add(training)
-                search.install(self._everything)
+                search.install(self._everything, self._attempts)
         return result
 
     def take(self, graph: GraphModule) -> Callable:
@@ -308,7 +308,7 @@ class _Search:
         """The modules in whose calls something was captured, by the calls, from the outside in."""
         return {"": self._module} | {key: self._modules[_id(key)] for key in calls if _id(key) in self._modules}
 
-    def install(self, everything: bool) -> None:
+    def install(self, everything: bool, attempts: Attempts) -> None:
         """Have those that hold chains run fused, and the others that were called as before ``fuse``."""
         holders = {[*around.values()][-1] for around, _ in self._found}
         within = {each for holder in holders for each in holder.modules() if each is not holder}
@@ -322,7 +322,7 @@ class _Search:
             if call is not None:
                 ran.setdefault(around[call], {}).setdefault(call, []).append(chain)
         for holder, calls in ran.items():
-            fusion = of(holder) or install(holder, everything)
+            fusion = of(holder) or install(holder, everything, attempts)
             fusion.hold(tuple(next(iter(calls.values()))))
 
 

@@ -67,9 +67,9 @@ def _convolve(input, weight, biases, problem, output, counts, means, m2s):
 
 
 def add_weight_gradient(
-    input, gradient, partials, *, input_first, gradient_first, count, kernel_size, dilation, shift, accumulate, config
+    input, gradient, partials, *, input_first, gradient_first, count, kernel_size, dilation, shift, accumulate
 ):
-    assert weight_gradient_hopper.supports(input, gradient, kernel_size, dilation, config)
+    assert weight_gradient_hopper.supports(input, gradient, kernel_size, dilation)
     assert (input_first, gradient_first, count) == (0, 0, len(gradient))
     call(_add_weight_gradient, input, gradient, partials, kernel_size, dilation, shift, accumulate)
 

@@ -188,31 +188,54 @@ def test_how_often_a_call_is_tried(monkeypatch):
     assert [each.chain for each in report.chains] == [CHAIN]
 
 
-def test_attempts_that_take_long(monkeypatch):
+@pytest.fixture
+def tries(monkeypatch):
+    """When calls were tried, by a clock that each try lets go 0.4 s ahead, and a call of the result 1 s."""
+    now, found, compiled = [0.0], [], torch.compile
+
+    def attempt(*given, **options):
+        found.append(int(now[0]))
+        now[0] += 0.4
+        return compiled(*given, **options)
+
+    def call(model, count):
+        for _ in range(count):
+            model(rows())
+            now[0] += 1.0
+
+    monkeypatch.setattr(torch, "compile", attempt)
+    monkeypatch.setattr(capture, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    return found, call
+
+
+def test_attempts_that_take_long(tries):
     """Beyond a second they are made when they take less than a hundredth of the time."""
     model = made()
     model.is_verbose = True
     report = fuse(model)
-    now, tries, compiled = [0.0], [], torch.compile
-
-    def attempt(*given, **options):
-        tries.append(now[0])
-        now[0] += 0.4
-        return compiled(*given, **options)
-
-    monkeypatch.setattr(torch, "compile", attempt)
-    monkeypatch.setattr(capture, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    for _ in range(400):
-        model(rows())
-        now[0] += 1.0
+    found, call = tries
+    call(model, 400)
     # Behind 0, 0 and 1 others, as those that take no time; then at a hundred times what they took so far.
-    assert [int(each) for each in tries[:6]] == [0, 1, 3, 120, 160, 201]
+    assert found[:6] == [0, 1, 3, 120, 160, 201]
     assert list(report.calls[0].as_written.values()) == [400]
     model.is_verbose = False
-    for _ in range(250):
-        model(rows())
-        now[0] += 1.0
+    call(model, 250)
     assert [each.chain for each in report.chains] == [CHAIN]
+
+
+def test_attempts_of_several_modules(tries):
+    """The second is the model's, after each was tried twice; a copy has one of its own."""
+    model = nn.Sequential(made(), made())
+    for each in model:
+        each.is_verbose = True
+    fuse(model)
+    found, call = tries
+    call(model, 200)
+    assert len(found) == 6 and found[-1] < 5  # of the model and of both blocks; all took 2.4 s
+    twin = copy.deepcopy(model)
+    call(twin, 1)
+    call(twin, 1)
+    assert len(found) == 12
 
 
 def test_what_is_beyond_dynamos_limit():
