@@ -180,6 +180,7 @@ class _Pass:
                 self._restore(node)
             elif node.op == "call_function":
                 self._visit(node)
+                self._share_copy(node)
 
     def _is_free(self, node: Node) -> bool:
         """Whether it computes the same wherever its operands lie."""
@@ -231,6 +232,23 @@ class _Pass:
             user.op == "call_function" and self._is_free(user) and _name(user) not in _VIEWS | {"aten::clone"}
             for user in node.users
         )
+
+    def _share_copy(self, node: Node) -> None:
+        """Let all who can read the copy of a computed image that is wanted laid out, or else both are written, and kept
+        for the backward pass."""
+        value = node.meta.get("val")
+        if not (isinstance(value, Tensor) and value.ndim in CHANNELS_LAST) or _is_laid_out(value):
+            return
+        readers = [user for user in node.users if user.op == "call_function" and self._is_free(user)]
+        takers = [user for user in readers if user.target in _CONVOLUTIONS or _name(user) in _OWN_OPERATORS]
+        if _name(node) not in _VIEWS and any(node in _images_of(user) for user in takers):
+            copy = self._laid_out(node, min(readers))
+            self._traced[copy] = self._traced[node]
+            if node not in self._changed:
+                self._copies[copy, False] = node
+            self._stale.update(readers)
+            for user in readers:
+                user.replace_input_with(node, copy)
 
     def _restore(self, node: Node) -> None:
         """Let the node have its arguments as they were traced."""

@@ -57,6 +57,23 @@ def in_place_through_a_slice(net, x, y):
     return z
 
 
+def twice_as_large(image):
+    """By an index, as Inductor interpolates: the result is traced as contiguous."""
+    places = torch.arange(2 * image.shape[-1]) // 2
+    return torch.ops.aten._unsafe_index(image, [None, None, places[:, None], places])
+
+
+def upsampled(net, x, y):
+    """As a U-Net's decoder: what is interpolated is added to what lies otherwise."""
+    z = twice_as_large(F.avg_pool2d(net.second(y), 2)) + y
+    return z + net.second(F.silu(net.norm(z)))
+
+
+def upsampled_and_viewed(net, x, y):
+    z = twice_as_large(F.avg_pool2d(net.second(y), 2)) * 2
+    return net.second(z), z.view(2, -1)
+
+
 def as_strided(net, x, y):
     return net.second(y).as_strided((2, 3), (5, 7)) * 1.0
 
@@ -118,6 +135,8 @@ THEN = {
     "expand": lambda net, x, y: net.second(y).mean(1, keepdim=True).expand(-1, 5, -1, -1),
     "named": lambda net, x, y: F.conv2d(input=y, weight=net.second.weight),
     "sort": lambda net, x, y: net.second(y).sort(1)[0],
+    "upsampled": upsampled,
+    "upsampled, viewed": upsampled_and_viewed,
     "cumsum": lambda net, x, y: net.second(y).flatten(1).cumsum(1),
 }
 
@@ -234,7 +253,7 @@ def test_draws():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["next", "residual", "concatenation", "head", "pre-activation"])
+@pytest.mark.parametrize("name", ["next", "residual", "concatenation", "head", "pre-activation", "upsampled"])
 def test_saved_bytes(name, dtype):
     """No more is kept for the backward pass than a compiler's graph without this project keeps."""
     torch.manual_seed(0)
