@@ -76,7 +76,7 @@ def _copy(function: Any) -> types.FunctionType:
 
 
 #: The seconds that attempts to capture calls may take a model in all, and the share of the time since the first.
-_ATTEMPTS_SECONDS, _ATTEMPTS_SHARE = 1.0, 0.01
+_ATTEMPTS_SECONDS, _ATTEMPTS_SHARE = 2.0, 0.01
 
 
 @dataclass
@@ -113,9 +113,9 @@ class Captured:
 
     ``taker.take`` gets the graphs, and may return what is to run in a graph's place. What is captured is kept until a
     guard of Dynamo's fails. To find out that a call cannot be captured may take seconds. So it is tried again with the
-    next of its kind, and then behind 1, 3, 7, 15, ... others that were not captured either, or later, once all attempts
-    in the model have taken a second and are not under a hundredth of the time. A kind has the same types of arguments,
-    the same flags among them, and the same modes.
+    next of its kind, and then behind 1, 3, 7, 15, ... others that were not captured either; once all attempts in the
+    model have taken two seconds, only while they are under a hundredth of the time. A kind has the same types of
+    arguments, the same flags among them, and the same modes.
 
     Args:
         taker: What gets the graphs.
@@ -141,8 +141,10 @@ class Captured:
             if "_runs" in self.__dict__:
                 with contextlib.suppress(NotCaptured):
                     return self._runs[1](forward, module, *arguments, **options)
-            if refusal.rest or (refusal.count > 1 and self._attempts.are_costly):
-                refusal.rest = max(refusal.rest - 1, 0)
+            if refusal.count > 1 and self._attempts.are_costly:
+                raise NotCaptured(refusal.reason)
+            if refusal.rest:  # counted while others may be tried alone, so that each has its turn
+                refusal.rest -= 1
                 raise NotCaptured(refusal.reason)
             if refusal.reason == _SKIPPED:  # Dynamo may have marked the code as one to skip
                 self.__dict__.pop("_runs", None)

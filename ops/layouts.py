@@ -234,7 +234,7 @@ class _Pass:
         )
 
     def _share_copy(self, node: Node) -> None:
-        """Let all who can read the copy of a computed image that is wanted laid out, or else both are written, and kept
+        """Let all who can read the copy of a computed image that is wanted laid out. Else both may be written, and kept
         for the backward pass."""
         value = node.meta.get("val")
         if not (isinstance(value, Tensor) and value.ndim in CHANNELS_LAST) or _is_laid_out(value):

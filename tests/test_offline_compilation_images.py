@@ -223,20 +223,22 @@ def test_convolution_hopper_without_staging(problem):
     assert_multiplies_as_hopper_does(kernel)
 
 
-#: What accumulates loads in addition, and float16 takes bfloat16's instructions.
+#: What accumulates loads in addition, and float16 takes bfloat16's instructions. With taps 2 and 6 apart, boxes fill
+#: the shared memory.
 WEIGHT_GRADIENTS = [
-    *((taps, True, torch.bfloat16) for taps in ((1, 1), (2, 3), (3, 2), (3, 3))),
-    ((3, 3), False, torch.bfloat16),
-    ((3, 3), True, torch.float16),
+    *((taps, 1, True, torch.bfloat16) for taps in ((1, 1), (2, 3), (3, 2), (3, 3))),
+    *(((3, 3), dilation, True, torch.bfloat16) for dilation in (2, 6)),
+    ((3, 3), 1, False, torch.bfloat16),
+    ((3, 3), 1, True, torch.float16),
 ]
 
 
-@pytest.mark.parametrize("kernel_size, accumulate, dtype", WEIGHT_GRADIENTS, ids=str)
-def test_weight_gradient_hopper(kernel_size, accumulate, dtype):
+@pytest.mark.parametrize("kernel_size, dilation, accumulate, dtype", WEIGHT_GRADIENTS, ids=str)
+def test_weight_gradient_hopper(kernel_size, dilation, accumulate, dtype):
     def launch():
         input = torch.empty(SAMPLES, SIZE, SIZE, CHANNELS, dtype=dtype, device=META)
         gradient = torch.empty(SAMPLES, SIZE + 2, SIZE + 2, CHANNELS, dtype=dtype, device=META)
-        assert weight_gradient_hopper.supports(input, gradient, kernel_size, (1, 1))
+        assert weight_gradient_hopper.supports(input, gradient, kernel_size, (dilation, dilation))
         partials = torch.empty(weight_gradient_hopper.partials_shape(input, gradient, kernel_size), device=META)
         weight_gradient_hopper.convolution_weight_gradient(
             input,
@@ -246,7 +248,7 @@ def test_weight_gradient_hopper(kernel_size, accumulate, dtype):
             gradient_first=0,
             count=SAMPLES,
             kernel_size=kernel_size,
-            dilation=(1, 1),
+            dilation=(dilation, dilation),
             shift=(-2, -2),
             accumulate=accumulate,
         )

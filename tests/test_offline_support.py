@@ -18,6 +18,7 @@ from tests.test_offline_compilation_images import (
     images,
 )
 from triton_kernels import convolution_hopper, weight_gradient_hopper
+from triton_kernels.device import SHARED_MEMORY
 
 pytestmark = pytest.mark.offline
 
@@ -62,6 +63,17 @@ UNSUPPORTED_CONVOLUTIONS = {
     ),
     "no samples": (images(torch.bfloat16, samples=0), images(torch.bfloat16, samples=0), GEOMETRY),
 }
+
+
+@pytest.mark.parametrize(
+    "dilation, stages", [((1, 1), 4), ((2, 2), 4), ((6, 6), 2), ((1, 20), 2), ((7, 7), 1)], ids=str
+)
+def test_how_many_tiles_of_a_weight_gradient_fit(dilation, stages):
+    """As many as with what boxes leave empty fit, and no less; below two it is refused."""
+    taps = weight_gradient_hopper.Taps((3, 3), dilation)
+    assert taps.stages == stages
+    assert stages * 128 * 128 + taps.pixels * 128 <= SHARED_MEMORY[90] - 2048
+    assert taps.pixels % max(32, taps.halo) == 0
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_CONVOLUTIONS)

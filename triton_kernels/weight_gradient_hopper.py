@@ -91,18 +91,20 @@ class Taps:
 
     @property
     def pixels(self) -> int:
-        """All that boxes are allocated: a multiple of any window's (``triton_kernels.hopper_memory``)."""
-        return blocks_of(self.stages * self.box_pixels, self._widest) * self._widest
+        """All that boxes are allocated."""
+        return self._pixels_of(self.stages)
 
-    @property
-    def _widest(self) -> int:
-        return max(COLUMNS, self.halo)
+    def _pixels_of(self, stages: int) -> int:
+        """A multiple of any window's (``triton_kernels.hopper_memory``)."""
+        widest = max(COLUMNS, self.halo)
+        return blocks_of(stages * self.box_pixels, widest) * widest
 
     @functools.cached_property
     def stages(self) -> int:
         """The number of tiles in flight."""
-        free = (SHARED_MEMORY[90] - _RESERVED_BYTES) // _ROW_BYTES - self._widest  # some pixels may stay empty
-        return min(_MOST_STAGES, free // (_PIXELS + self.box_pixels))
+        free = (SHARED_MEMORY[90] - _RESERVED_BYTES) // _ROW_BYTES
+        fitting = (each for each in range(_MOST_STAGES, 0, -1) if each * _PIXELS + self._pixels_of(each) <= free)
+        return next(fitting, 0)
 
 
 @gluon.jit
