@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ops import precision
 from ops.convolution import CHANNELS_LAST
+from ops.graph_nodes import depends_on_data
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -155,8 +156,11 @@ def _is_laid_out(value: Tensor) -> bool:
 
 
 def _converts(node: Node) -> bool:
-    """Whether cuDNN keeps the format of this convolution's channels_last images, and is as fast."""
+    """Whether cuDNN keeps the format of this convolution's channels_last images, as its fake result does, and is as
+    fast. (That of an image of unbacked size is contiguous.)"""
     values = [each.meta["val"] for each in _images_of(node)]
+    if any(map(depends_on_data, values)):
+        return False
     dtype, groups = values[0].dtype, node.args[_CONVOLUTIONS[node.target][1]]
     is_fast = dtype.itemsize == 2 or (dtype == torch.float32 and precision.convolutions_allow_tf32())
     return is_fast and groups == 1 and all(each.ndim in CHANNELS_LAST for each in values)

@@ -283,6 +283,15 @@ def test_open_sizes():
     assert len(opened.graphs) <= 2
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def test_a_size_that_values_decide(format):
+    """A convolution of it lies as it was traced: what it gives for channels_last is not known before."""
+    net = Net(lambda net, x, y: net.second(y[x.mean((1, 2, 3)) > -10])).to(memory_format=format)
+    opened = check(net, torch.randn(3, 4, 8, 8).contiguous(memory_format=format))
+    assert "normfuse.statistics.default" in opened.names()
+
+
 @pytest.mark.parametrize("width", [0, 1])
 def test_pads_by_nothing(width):
     """U-Nets pad what is concatenated, by nothing for most sizes. PyTorch's operator of its gradient is not called for
