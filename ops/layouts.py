@@ -54,6 +54,7 @@ _VIEWS = {
     *("aten::slice", "aten::select", "aten::squeeze", "aten::unsqueeze", "aten::split", "aten::split_with_sizes"),
     *("aten::unbind", "aten::alias", "aten::detach"),
 }
+_FREE = _LAYOUT_FREE | _VIEWS | _OWN_OPERATORS
 
 
 def lay_out(graph: Graph) -> None:
@@ -97,6 +98,10 @@ def _name(node: Node) -> str:
 
 def _is_pointwise(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _takes_images(node: Node) -> bool:
+    return node.target in _CONVOLUTIONS or _name(node) in _OWN_OPERATORS
 
 
 def _images_of(node: Node) -> list[Node]:
@@ -192,14 +197,14 @@ class _Pass:
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
             return node.target is operator.getitem
-        is_known = _name(node) in _LAYOUT_FREE | _VIEWS | _OWN_OPERATORS
-        return (_is_pointwise(node) and not node.target._schema.is_mutable) or is_known or self._lays_out(node)
+        is_known = _name(node) in _FREE
+        return is_known or (_is_pointwise(node) and not node.target._schema.is_mutable) or self._lays_out(node)
 
     def _lays_out(self, node: Node) -> bool:
         return node.target in _CONVOLUTIONS and node in self._region and _converts(node)
 
     def _visit(self, node: Node) -> None:
-        if node.target in _CONVOLUTIONS or _name(node) in _OWN_OPERATORS:
+        if _takes_images(node):
             for image in _images_of(node):
                 if image.meta["val"].ndim in CHANNELS_LAST and not _is_laid_out(image.meta["val"]):
                     node.replace_input_with(image, self._laid_out(image, node))
@@ -241,18 +246,18 @@ class _Pass:
         """Let all who can read the copy of a computed image that is wanted laid out. Else both may be written, and kept
         for the backward pass."""
         value = node.meta.get("val")
-        if not (isinstance(value, Tensor) and value.ndim in CHANNELS_LAST) or _is_laid_out(value):
+        takers = (user for user in node.users if _takes_images(user) and node in _images_of(user))
+        is_wanted = _name(node) not in _VIEWS and any(map(self._is_free, takers))
+        if not is_wanted or value.ndim not in CHANNELS_LAST or _is_laid_out(value):
             return
         readers = [user for user in node.users if user.op == "call_function" and self._is_free(user)]
-        takers = [user for user in readers if user.target in _CONVOLUTIONS or _name(user) in _OWN_OPERATORS]
-        if _name(node) not in _VIEWS and any(node in _images_of(user) for user in takers):
-            copy = self._laid_out(node, min(readers))
-            self._traced[copy] = self._traced[node]
-            if node not in self._changed:
-                self._copies[copy, False] = node
-            self._stale.update(readers)
-            for user in readers:
-                user.replace_input_with(node, copy)
+        copy = self._laid_out(node, min(readers))
+        self._traced[copy] = self._traced[node]
+        if node not in self._changed:
+            self._copies[copy, False] = node
+        self._stale.update(readers)
+        for user in readers:
+            user.replace_input_with(node, copy)
 
     def _restore(self, node: Node) -> None:
         """Let the node have its arguments as they were traced."""

@@ -41,8 +41,11 @@ pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: Kernels that run on some GPUs alone, as their names begin.
 HOPPER = (
-    *("float32_split.", "linear_split_hopper.", "linear.linear_rest_kernel"),
-    *("convolution_hopper.", "weight_gradient_hopper."),
+    "float32_split.",
+    "linear_split_hopper.",
+    "linear.linear_rest_kernel",
+    "convolution_hopper.",
+    "weight_gradient_hopper.",
 )
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=chain_id)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from autotune_configs.offline import compile_launches
 from tests.compilation import META
 from triton_kernels.hopper_barriers import new_barriers
-from triton_kernels.hopper_memory import async_load, view, window
+from triton_kernels.hopper_memory import load_box, view, window
 
 pytestmark = pytest.mark.offline
 
@@ -47,7 +47,7 @@ def copy_to_window(
         memory = view(memory, source.dtype, [ATOMS, 64], flat)
     barriers = new_barriers(1, 1)
     box = window(memory, stage, OF_WINDOW, FIRST, PITCH, STAGES, PLACE)
-    async_load(source, [0, 0], barriers.index(0), view(box, source.dtype, source.block_shape, source.layout))
+    load_box(source, [0, 0], barriers.index(0), box)
 
 
 @pytest.mark.parametrize("name", WINDOWS)

@@ -47,7 +47,7 @@ from triton_kernels.device import multiprocessor_count
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last, is_copyable, runs_hopper_kernels, takes_input
 from triton_kernels.hopper_barriers import new_barriers
-from triton_kernels.hopper_memory import async_load, async_store, atoms_of, view, window
+from triton_kernels.hopper_memory import async_load, async_store, atoms_of, load_box, view, window
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import size_unit, strides_in_units
 from triton_kernels.launch import call, launch, wait_for_launch_before
@@ -123,8 +123,7 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
             mbarrier.wait(empty.index(stage), (count // TILING.stages & 1) ^ 1)
             mbarrier.expect(ready.index(stage), TILING.box_atoms * 8 * TILING.row_bytes)
             box = window(atoms, stage, OF_TILE, TILING.weight_atoms, TILING.box_atoms, TILING.stages, 0)
-            box = view(box, input.dtype, input.block_shape, input.layout)
-            async_load(input, [n, y, x, c], ready.index(stage), box)
+            load_box(input, [n, y, x, c], ready.index(stage), box)
             for part in gl.static_range(HALO_BOXES):
                 row = TILING.rows + part * TILING.halo_rows
                 box = window(
@@ -136,8 +135,7 @@ def copy_in(input, halo, weight, memory, barriers, tiles, places, first_tap, dil
                     TILING.stages,
                     (TILING.rows + part * TILING.halo_rows) * OF_ROW,
                 )
-                box = view(box, halo.dtype, halo.block_shape, halo.layout)
-                async_load(halo, [n, y + row, x, c], ready.index(stage), box)
+                load_box(halo, [n, y + row, x, c], ready.index(stage), box)
             count += 1
 
 

@@ -30,6 +30,12 @@ view = gl.shared_memory_descriptor.reinterpret if SLICES_ANYWHERE else gl.shared
 _SLICES_ANYWHERE = gl.constexpr(SLICES_ANYWHERE)
 
 
+@gluon.jit
+def load_box(source, place, barrier, memory):
+    """Start copying the box of a descriptor that begins at this place to all of the memory."""
+    async_load(source, place, barrier, view(memory, source.dtype, source.block_shape, source.layout))
+
+
 @triton.constexpr_function
 def atoms_of(shape, memory):
     """How many atoms of ``memory`` a view of this shape has."""

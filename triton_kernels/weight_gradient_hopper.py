@@ -18,6 +18,7 @@ would begin at whole atoms, and copy half as much again at 3 x 3 taps.)
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from triton.experimental import gluon
@@ -34,21 +35,16 @@ from triton_kernels.device import SHARED_MEMORY, multiprocessor_count
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.hopper_barriers import new_barriers
-from triton_kernels.hopper_memory import async_load, view, window
+from triton_kernels.hopper_memory import load_box, view, window
 from triton_kernels.launch import call, launch, wait_for_launch_before
 
 #: Channels of a block, a swizzled row of shared memory: 128 bytes of a 16-bit dtype.
 _CHANNELS = 64
 _ROW_BYTES = 128
-#: A tile.
-ROWS = 4
-COLUMNS = 32
-_PIXELS = ROWS * COLUMNS
 #: The largest number of tiles in flight.
 _MOST_STAGES = 5
 #: Bytes set aside for the barriers and for aligning the buffers.
 _RESERVED_BYTES = 2048
-_ROWS, _COLUMNS = gl.constexpr(ROWS), gl.constexpr(COLUMNS)
 #: Layout of a box: pixels of 128 bytes, swizzled.
 _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
@@ -57,6 +53,9 @@ _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 class Taps:
     """Taps (rows, columns), their dilation, and where in shared memory each finds a tile, in pixels of 128 bytes."""
 
+    #: A tile.
+    rows: ClassVar[int] = 4
+    columns: ClassVar[int] = 32
     kernel_size: tuple[int, int]
     dilation: tuple[int, int]
 
@@ -74,7 +73,7 @@ class Taps:
     @property
     def box(self) -> tuple[int, int]:
         """Rows and columns of a box."""
-        return ROWS + self.reach[0], COLUMNS + self.halo
+        return self.rows + self.reach[0], self.columns + self.halo
 
     @property
     def box_pixels(self) -> int:
@@ -87,7 +86,7 @@ class Taps:
 
     @property
     def stage_bytes(self) -> int:
-        return (_PIXELS + self.box_pixels) * _ROW_BYTES
+        return (self.rows * self.columns + self.box_pixels) * _ROW_BYTES
 
     @property
     def pixels(self) -> int:
@@ -96,14 +95,15 @@ class Taps:
 
     def _pixels_of(self, stages: int) -> int:
         """A multiple of any window's (``triton_kernels.hopper_memory``)."""
-        widest = max(COLUMNS, self.halo)
+        widest = max(self.columns, self.halo)
         return blocks_of(stages * self.box_pixels, widest) * widest
 
     @functools.cached_property
     def stages(self) -> int:
         """The number of tiles in flight."""
         free = (SHARED_MEMORY[90] - _RESERVED_BYTES) // _ROW_BYTES
-        fitting = (each for each in range(_MOST_STAGES, 0, -1) if each * _PIXELS + self._pixels_of(each) <= free)
+        tile = self.rows * self.columns
+        fitting = (each for each in range(_MOST_STAGES, 0, -1) if each * tile + self._pixels_of(each) <= free)
         return next(fitting, 0)
 
 
@@ -122,6 +122,8 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
     fixed_slots, pixels = slots
     ready, empty = barriers
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
+    ROWS: gl.constexpr = TAPS.rows
+    COLUMNS: gl.constexpr = TAPS.columns
     HEIGHT: gl.constexpr = TAPS.box[0]
     WIDTH: gl.constexpr = TAPS.box[1]
     block_fixed, block_shifted, share, shares = share_of_program(scope)
@@ -129,26 +131,23 @@ def load_tiles(sources, first, shift, scope, slots, barriers, TAPS: gl.constexpr
     # Different programs process neighbouring tiles at the same time, so that L2 serves what they share.
     for tile in range(share, tiles, shares):
         sample = tile // (tiles_x * tiles_y)
-        y = tile // tiles_x % tiles_y * _ROWS
-        x = tile % tiles_x * _COLUMNS
+        y = tile // tiles_x % tiles_y * ROWS
+        x = tile % tiles_x * COLUMNS
         stage = step % TAPS.stages
         full = ready.index(stage)
         mbarrier.wait(empty.index(stage), (step // TAPS.stages & 1) ^ 1)
         mbarrier.expect(full, TAPS.stage_bytes)
-        box = view(fixed_slots.index(stage), fixed.dtype, fixed.block_shape, fixed.layout)
-        async_load(fixed, [first[0] + sample, y, x, block_fixed * 64], full, box)
+        load_box(fixed, [first[0] + sample, y, x, block_fixed * 64], full, fixed_slots.index(stage))
         n = first[1] + sample
         y += shift[0]
         x += shift[1]
         c = block_shifted * 64
         for row in gl.static_range(HEIGHT):
-            box = window(pixels, stage, _COLUMNS, 0, TAPS.box_pixels, TAPS.stages, row * WIDTH)
-            box = view(box, shifted.dtype, shifted.block_shape, shifted.layout)
-            async_load(shifted, [n, y + row, x, c], full, box)
+            box = window(pixels, stage, COLUMNS, 0, TAPS.box_pixels, TAPS.stages, row * WIDTH)
+            load_box(shifted, [n, y + row, x, c], full, box)
             if TAPS.halo > 0:
-                box = window(pixels, stage, TAPS.halo, 0, TAPS.box_pixels, TAPS.stages, row * WIDTH + _COLUMNS)
-                box = view(box, halo.dtype, halo.block_shape, halo.layout)
-                async_load(halo, [n, y + row, x + _COLUMNS, c], full, box)
+                box = window(pixels, stage, TAPS.halo, 0, TAPS.box_pixels, TAPS.stages, row * WIDTH + COLUMNS)
+                load_box(halo, [n, y + row, x + COLUMNS, c], full, box)
         step += 1
 
 
@@ -161,6 +160,8 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
     tiles, tiles_y, tiles_x, blocks_shifted, blocks = scope
     KH: gl.constexpr = TAPS.kernel_size[0]
     KW: gl.constexpr = TAPS.kernel_size[1]
+    ROWS: gl.constexpr = TAPS.rows
+    COLUMNS: gl.constexpr = TAPS.columns
     WIDTH: gl.constexpr = TAPS.box[1]
     DOWN: gl.constexpr = TAPS.tap_pitch[0]
     CORNER: gl.constexpr = TAP_X * TAPS.tap_pitch[1]
@@ -176,15 +177,13 @@ def sum_tap_column(partials, scope, slots, barriers, TAPS: gl.constexpr, TAP_X: 
         stage = step % TAPS.stages
         mbarrier.wait(ready.index(stage), step // TAPS.stages & 1)
         fixed = fixed_slots.index(stage).permute((1, 0))
-        for row in gl.static_range(_ROWS):
+        for row in gl.static_range(ROWS):
             # From registers: at 64 x 64 channels, two operands in shared memory would take all of its bandwidth.
-            a = fixed.slice(row * _COLUMNS, _COLUMNS, dim=1).load(FRAGMENT)
+            a = fixed.slice(row * COLUMNS, COLUMNS, dim=1).load(FRAGMENT)
             next_sums = ()
             for tap_y in gl.static_range(KH):
-                b = window(
-                    pixels, stage, _COLUMNS, 0, TAPS.box_pixels, TAPS.stages, tap_y * DOWN + CORNER + row * WIDTH
-                )
-                b = view(b, pixels.dtype, [_COLUMNS, 64], SWIZZLED)
+                b = window(pixels, stage, COLUMNS, 0, TAPS.box_pixels, TAPS.stages, tap_y * DOWN + CORNER + row * WIDTH)
+                b = view(b, pixels.dtype, [COLUMNS, 64], SWIZZLED)
                 next_sums = next_sums + (warpgroup_mma(a, b, sums[tap_y], is_async=True),)
             # This frees their operand's registers. Triton 3.9's assembler would wait for each product otherwise; before
             # 3.9 it makes no difference (0.89 ms for 0.88 at the target size, H100).
@@ -211,7 +210,7 @@ def idle():
 
 @gluon.jit(do_not_specialize=["fixed_first", "shifted_first", "tiles"])
 def weight_gradient_kernel(
-    fixed,  # [N, H, W, C]: descriptor of a tile, [1, ROWS, COLUMNS, 64]
+    fixed,  # [N, H, W, C]: descriptor of a tile, [1, TAPS.rows, TAPS.columns, 64]
     shifted,  # [M, OH, OW, O]: descriptor of a row of it
     halo,  # the same tensor: descriptor of what lies right of those rows; unused without a halo
     partials,  # [blocks, shares, taps, 64, 64] float32: sums over pixels, at [.., channel of fixed, channel of shifted]
@@ -335,15 +334,15 @@ def convolution_weight_gradient(
         # The same sums, with the taps in reverse order: seen from the input, the last tap has the smallest shift.
         fixed, shifted, fixed_first, shifted_first = input, gradient, input_first, gradient_first
         shift = tuple(-start - reach for start, reach in zip(shift, taps.reach, strict=True))
-    tiles_y, tiles_x = blocks_of(fixed.shape[1], ROWS), blocks_of(fixed.shape[2], COLUMNS)
+    tiles_y, tiles_x = blocks_of(fixed.shape[1], taps.rows), blocks_of(fixed.shape[2], taps.columns)
     blocks, shares, _ = partials.shape
     launch(
         weight_gradient_kernel,
         (blocks * shares,),
         input.device,
-        _descriptor(fixed, ROWS, COLUMNS),
-        _descriptor(shifted, 1, COLUMNS),
-        _descriptor(shifted, 1, taps.halo or COLUMNS),
+        _descriptor(fixed, taps.rows, taps.columns),
+        _descriptor(shifted, 1, taps.columns),
+        _descriptor(shifted, 1, taps.halo or taps.columns),
         partials,
         fixed_first,
         shifted_first,
@@ -387,7 +386,7 @@ def by_taps(
 def _gradient_is_fixed(input_shape: tuple[int, ...], gradient_shape: tuple[int, ...]) -> bool:
     """Whether the gradient has no more tiles than the input."""
     of_gradient, of_input = (
-        blocks_of(shape[1], ROWS) * blocks_of(shape[2], COLUMNS) for shape in (gradient_shape, input_shape)
+        blocks_of(shape[1], Taps.rows) * blocks_of(shape[2], Taps.columns) for shape in (gradient_shape, input_shape)
     )
     return of_gradient <= of_input
 
