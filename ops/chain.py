@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 import triton_kernels.chain
-from ops import checks, convolution, open_norms, operators, plain, plans, precision, tensor_parallel
+from ops import chain_in_graph, checks, convolution, open_norms, operators, plain, plans, precision, tensor_parallel
 from ops.calls import Call, register, text_of
 from ops.contractions import CONTRACTIONS
-from ops.fingerprint import check, fingerprint
 from ops.operators import Prepared, is_unobserved
 from triton_kernels.built_in import NUMBERS, name_of
 from triton_kernels.group_norm import WIDEST_GROUP
@@ -89,7 +88,7 @@ class Chain(triton_kernels.chain.Chain):
         data = triton_kernels.chain.Chain(self.contraction, self.before, self.norm, self.after, self.reduction)
         text = text_of(self, list(map(name_of, self.steps)))
         vars(self).update(names=tuple(names), text=text, _data=data, _prepared=plans.Kept())  # the class is frozen
-        by_text.setdefault(self.text, self)
+        chain_in_graph.by_text.setdefault(self.text, self)
 
     def _changed(self, *changes: Callable[[Pointwise], Pointwise]) -> triton_kernels.chain.Chain:
         """What kernels compute for other dtypes is no chain of a user's: its functions have no names of their own."""
@@ -139,7 +138,7 @@ class Chain(triton_kernels.chain.Chain):
         ``result`` is the name of the result's dtype, where that is not the one that is computed in.
         """
         if torch.compiler.is_compiling() and isinstance(row[0], torch.Tensor):
-            given = self.in_graph(row, numbers, num_groups, eps, geometry, result)
+            given = chain_in_graph.write(self, row, numbers, num_groups, eps, geometry, result)
             if given:
                 return torch.ops.normfuse.chain.default(*given)
         return self._apply(row, numbers, num_groups, eps, geometry, result)
@@ -166,24 +165,6 @@ class Chain(triton_kernels.chain.Chain):
         dtype = precision.autocast_dtype(row[0])
         return row[0].to(dtype), row[1].to(dtype), *row[2:]
 
-    def in_graph(
-        self, row: tuple, numbers: tuple, num_groups: Any, eps: Any, geometry: tuple, result: str, opens: bool = False
-    ) -> tuple:
-        """The arguments of the one operator by which a graph calls the chain, or none where it does not take these.
-
-        A compiler guards nothing of what that does. What it depends on beside its arguments stands in its text, since
-        compiled graphs are cached by that.
-        """
-        sizes, are_tuples = _in_pairs(geometry), all(isinstance(step, (tuple, list)) for step in numbers)
-        scalars = [each for step in numbers for each in step] if are_tuples else [None]
-        if sizes is None or any(type(each) not in (int, float) for each in (num_groups, eps, *scalars)):
-            return ()
-        lengths = ",".join([str(len(step)) for step in numbers])
-        settings = f"{precision.convolutions_allow_tf32()} {precision.autocast_dtype(row[0])}"
-        form = "open" if opens else ""
-        text = f"{self.text} | {_fingerprint(self.text)} | {lengths} | {result} | {form} | {settings}"
-        return text, list(row), scalars, num_groups, eps, sizes
-
     def _key(self, row: tuple, numbers: tuple, geometry: tuple, result: str) -> tuple | None:
         """All that a call's plan may depend on, or None where it is not to be looked up: tensors of a class of their
         own, sparse or negated ones, and numbers that cannot be written out."""
@@ -200,7 +181,7 @@ class Chain(triton_kernels.chain.Chain):
                 for each in row
             ]
             # fmt: on
-            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(_pair, geometry)))
+            given = (*numbers[:2], *itertools.chain(*numbers[2]), *itertools.chain(*map(chain_in_graph.pair, geometry)))
             if not _NUMBERS.issuperset(map(type, given)):
                 given = tuple(map(_number, given))
             convolves = self._convolves and precision.convolutions_allow_tf32()
@@ -339,19 +320,6 @@ class Chain(triton_kernels.chain.Chain):
         return tensor_parallel.on_shards(of_shares, layout, tensors, *parts, kinds)
 
 
-#: The chains that a compiled graph may name.
-by_text: dict[str, Chain] = {}
-
-
-def _fingerprint(text: str) -> str:
-    """A chain's, which it has at its first graph: when it was made, its functions' module may not have been whole."""
-    return fingerprint(by_text[text].steps)
-
-
-# The compiler runs it while it traces. Marked by hand as in ops.precision.
-_fingerprint._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
     """A step's numbers as Python's."""
     step, name = named
@@ -369,47 +337,10 @@ def _checked(named: tuple[Pointwise, Any], given: tuple) -> tuple[float, ...]:
     return tuple(float(checks.real(*pair)) for pair in zip(names, given, strict=True))
 
 
-def _in_pairs(geometry: tuple) -> list[int] | None:
-    """A convolution's sizes in a row, two each; None where they are no ints or pairs of such."""
-    pairs = list(map(_pair, geometry))
-    are_pairs = all(len(pair) == 2 and type(pair[0]) is type(pair[1]) is int for pair in pairs)
-    return [*itertools.chain(*pairs)] if are_pairs else None
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(text: str) -> tuple[Chain, list[int], str, bool]:
-    """What a text of ``in_graph`` names: the chain, how many numbers each step has, the result's dtype, whether it is
-    open."""
-    name, *others = text.split(" | ")
-    if name not in by_text:
-        raise ValueError(f"{name!r} is no chain of this process: make it first, as an ops.Chain")
-    check(others[0])
-    _, lengths, result, form, _ = others
-    return by_text[name], list(map(int, filter(None, lengths.split(",")))), result, form == "open"
-
-
-def opened(text: str) -> str:
-    """The text of ``in_graph`` where a compiler gets the graph, in which images' norms are open."""
-    *before, _, settings = text.split(" | ")
-    return " | ".join((*before, "open", settings))
-
-
 def call_in_graph(*given: Any) -> Tensor:
     """The operator ``normfuse::chain``, without the dispatcher."""
-    chain, arguments = _read_call(*given)
+    chain, arguments = chain_in_graph.read(*given)
     return chain._apply(*arguments)
-
-
-def _read_call(
-    text: str, row: list, scalars: list[float], num_groups: int, eps: float, sizes: list[int]
-) -> tuple[Chain, tuple]:
-    """The chain that the operator's arguments name, and its own arguments, the last of which is whether it is open."""
-    chain, lengths, result, opens = _read(text)
-    given = iter(scalars)
-    numbers = tuple([tuple([next(given) for _ in range(length)]) for length in lengths])
-    named = zip(convolution.DEFAULTS, sizes[::2], sizes[1::2], strict=False)
-    geometry = tuple([first if name == "groups" else (first, second) for name, first, second in named])
-    return chain, (tuple(row), numbers, num_groups, eps, geometry, result, opens)
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Tensor]]:
@@ -427,7 +358,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Tensor]]:
     """
 
     def in_pytorch(*given: Any) -> Tensor:
-        chain, arguments = _read_call(*given)
+        chain, arguments = chain_in_graph.read(*given)
         return chain._in_pytorch(*arguments[:-1])
 
     return {torch.ops.normfuse.chain.default: in_pytorch}
@@ -448,12 +379,6 @@ def _without_reduction(chain: Chain) -> Chain:
 
 def _refuse() -> NoReturn:
     raise ValueError("kernels read memory as it is")
-
-
-def _pair(value: Any) -> tuple:
-    """A convolution's argument as one number or more."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    return values * 2 if len(values) == 1 else values
 
 
 def _number(value: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ops import checks, plans
-from ops.chain import Chain, by_text
+from ops.chain import Chain
+from ops.chain_in_graph import by_text
 from ops.pointwise import Earlier, Step, kind_of
 from triton_kernels.chain import has_rows
 from triton_kernels.pointwise import Pointwise, by_identity

@@ -28,7 +28,7 @@ from ops import (
     pooling,
     precision,
 )
-from ops.chain import opened
+from ops.chain_in_graph import opened, write
 from ops.graph_nodes import (
     CONTRACTIONS,
     CONVOLUTIONS,
@@ -355,7 +355,7 @@ def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
             raise ValueError("the number of channels is open")  # which stands in the words of vectors' gradients
     convolves = growth.contraction in convolution.IS_TRANSPOSED
     geometry = convolution.in_order(growth.contraction, example(given["weight"]), given) if convolves else ()
-    text, _, *rest = chain.in_graph(tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype, growth.opens)
+    text, _, *rest = write(chain, tuple(map(example, row)), numbers, num_groups, eps, geometry, dtype, growth.opens)
     result = writer.call(torch.ops.normfuse.chain.default, text, list(row), *rest)
     if in_rows:
         result = writer.call(torch.ops.aten.reshape_as.default, result, growth.given["input"])

@@ -85,7 +85,7 @@ TESTS = {
     "ops/[afmopr]*.py": CHAINS,
     "ops/calls.py": CHAINS,
     "ops/checks.py": ["ops/test_module_options.py", "ops/test_numbers.py"],
-    "ops/chain.py": ["ops/test_autocast.py", "ops/test_open_norms.py", "test_layouts.py", *CHAINS],
+    "ops/chain*.py": ["ops/test_autocast.py", "ops/test_open_norms.py", "test_layouts.py", *CHAINS],
     "ops/*conv*.py": [
         f"ops/test_{name}.py"
         for name in ("conv_transpose2d_gelu_group_norm", "conv2d_group_norm", "direct_convolution", "operators")
