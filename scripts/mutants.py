@@ -105,6 +105,7 @@ TESTS = {
     "autotune_configs/chains.py": ["autotune_configs/test_problems.py"],
     "autotune_configs/kernel.py": ["autotune_configs/test_kernels.py"],
     "autotune_configs/siblings.py": ["autotune_configs/test_scripts.py"],
+    "autotune_configs/sweep.py": ["autotune_configs/test_sweep_storage.py"],
     "autotune_configs/tables.py": ["autotune_configs/test_lookup.py"],
     "autotune_configs/*.py": [
         f"autotune_configs/test_{name}.py"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autotune_configs import lookup, tables, tuning
+from autotune_configs import lookup, sweep, tables, tuning
+from tests.autotune_configs.sweeps import Bench
 
 
 @pytest.fixture
@@ -14,3 +15,11 @@ def folder(tmp_path, monkeypatch):
     lookup.forget()
     yield tmp_path / "tables"
     lookup.forget()
+
+
+@pytest.fixture
+def bench(folder, monkeypatch):
+    bench = Bench([], {})
+    monkeypatch.setattr(sweep, "workload_of", bench.workload_of)
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: bench.time)
+    return bench
