@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autotune_configs.configs import (
-        convolution_config,
         group_norm_config,
         image_norm_config,
         linear_config,
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 __distribution__ = "normfuse"  # by which it is told from another project's package of this name
 __all__ = [
-    "convolution_config",
     "forget",
     "group_norm_config",
     "image_norm_config",

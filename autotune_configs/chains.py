@@ -154,19 +154,16 @@ def linear_problems(
 
 
 def image_problems(sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], group_size: int) -> list[Problem]:
-    """What the chain looks up that begins with a convolution: its portable kernel, and passes over its images.
+    """What the chain looks up that begins with a convolution: the passes over its images.
 
     Our convolution's result is channels_last, cuDNN's has the input's memory format.
     """
-    B, in_channels, channels, height, width, kernel = sizes
+    B, _, channels, height, width, kernel = sizes
     height, width = height + kernel - 1, width + kernel - 1
     images = (B, channels, height * width, largest_divisor(channels, group_size))
     both = (CONTIGUOUS, CHANNELS_LAST)
     mixed = (f"{CHANNELS_LAST} to {CONTIGUOUS}", f"{CONTIGUOUS} to {CHANNELS_LAST}")
-    taps = (B, in_channels, channels, height, width, kernel, kernel)
-    convolutions = (CHANNELS_LAST, f"{CONTIGUOUS} to {CHANNELS_LAST}") if dtype != "float32" else ()
     looked_up = (
-        ("forward", "convolution", taps, convolutions),
         ("forward", "image_statistics", images, both),
         ("forward", "image_group_norm", images, (*both, mixed[0])),
         ("backward", "image_sums", images, (*both, mixed[1])),

@@ -13,7 +13,6 @@ from autotune_configs.gpus import Gpu
 from autotune_configs.kernels import kernel_of
 from autotune_configs.lookup import Found
 from autotune_configs.problem import Problem
-from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.device import meant
 from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.image_tiles import layout_of
@@ -95,15 +94,6 @@ def image_norm_config(kernel: str, group_size: int, *images: torch.Tensor) -> An
     """
     sizes = (*images[0].shape, group_size)
     return _resolve(images[0].device, kernel, images[0].dtype, sizes, None, _layouts(*images))
-
-
-def convolution_config(input: torch.Tensor, output: torch.Tensor, kernel_size: tuple[int, int]) -> ConvolutionConfig:
-    """Config of ``triton_kernels.convolution`` from input [N, C, H, W] to output [N, O, OH, OW]."""
-    (samples, out_channels, height, width), in_channels = output.shape, input.shape[1]
-    sizes = (samples, in_channels, out_channels, height, width, *kernel_size)
-    return _resolve(
-        input.device, "convolution", input.dtype, sizes, None, _layouts(input.flatten(2), output.flatten(2))
-    )
 
 
 def _layouts(*images: torch.Tensor) -> str:

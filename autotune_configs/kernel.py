@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 from autotune_configs.gpus import Gpu
 from autotune_configs.problem import ELEMENT_SIZES, Problem
-from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.group_norm import GroupNormConfig
 from triton_kernels.image_tiles import ImageNormConfig, ImageSumsConfig
 from triton_kernels.linear import LinearConfig
 
-Config = LinearConfig | GroupNormConfig | ImageNormConfig | ImageSumsConfig | ConvolutionConfig
+Config = LinearConfig | GroupNormConfig | ImageNormConfig | ImageSumsConfig
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from autotune_configs.kernel import Kernel, powers
 from autotune_configs.prediction import product_seconds
 from autotune_configs.problem import Problem
 from triton_kernels import chains
-from triton_kernels.convolution import ConvolutionConfig
 from triton_kernels.grid import next_power_of_2
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageNormConfig, ImageSumsConfig
 from triton_kernels.linear import LinearConfig
@@ -292,34 +291,6 @@ class ImageSumsKernel(ImageNormKernel):
         ]
 
 
-class ConvolutionKernel(Kernel):
-    """A convolution of stride 1."""
-
-    size_names = ("samples", "in_channels", "out_channels", "height", "width", "tap_rows", "tap_columns")
-    ranges = {
-        "block_pixels": powers(32, 256),
-        "block_o": powers(16, 128),
-        "block_c": powers(16, 64),
-        "num_warps": (4, 8),
-        "num_stages": (2, 3, 4, 5),
-    }
-
-    def heuristic(self, problem, gpu):
-        return ConvolutionConfig.fit(*problem.sizes[1:3])
-
-    def is_valid(self, config, problem, gpu):
-        values = config.num_stages * (config.block_pixels + config.block_o) * config.block_c
-        return (
-            config.block_pixels * config.block_o <= 64 * 32 * config.num_warps
-            and values * problem.element_size <= gpu.shared_memory
-            and min(config.block_pixels, config.block_o, config.block_c) >= 16
-        )
-
-    def starts(self, problem, gpu):
-        fit = ConvolutionConfig.fit(*problem.sizes[1:3])
-        return [replace(fit, block_pixels=block_pixels) for block_pixels in (64, 128, 256)]
-
-
 _FORMATS = (CONTIGUOUS, CHANNELS_LAST)
 _PAIRS = (*_FORMATS, f"{CONTIGUOUS} to {CHANNELS_LAST}", f"{CHANNELS_LAST} to {CONTIGUOUS}")
 KERNELS: dict[str, Kernel] = {
@@ -335,7 +306,6 @@ KERNELS: dict[str, Kernel] = {
         ImageSumsKernel("image_sums", _PAIRS),
         ImageNormKernel("image_group_norm", _PAIRS),
         ImageNormKernel("image_group_norm_backward", _FORMATS),
-        ConvolutionKernel("convolution", _PAIRS),
     )
 }
 

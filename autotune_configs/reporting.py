@@ -34,7 +34,6 @@ SIZES = {
     "in_channels, out_channels": "of the convolution",
     "height, width": "of the input's images for a chain, of the output's for a kernel",
     "kernel": "height and width of the convolution's kernel",
-    "tap_rows, tap_columns": "height and width of the convolution's kernel",
     "m, n, k": "of the product [m, k] @ [n, k].T (batch, out_features, in_features), or of a matrix [m, n]",
     "group_size": "neighbouring channels in a group of the norm; 1 for linear_bias",
     "samples, channels, pixels": "of images; pixels = height x width",
@@ -251,5 +250,4 @@ def check(paths: list[Path], kernels: set[str] | None, processes: int, notes: li
 def _compiled_as(problem: Problem, config: Config) -> tuple:
     """What a compiled kernel depends on: of the sizes, whether they are 1 or multiples of 16, and a group's width."""
     sizes = tuple((size == 1, size % 16 == 0) for size in problem.sizes)
-    widths = problem.sizes[-2:] if problem.kernel == "convolution" else problem.sizes[-1:]  # taps, or the group
-    return problem.kernel, problem.dtype, problem.precision, problem.layout, config, sizes, widths
+    return problem.kernel, problem.dtype, problem.precision, problem.layout, config, sizes, problem.sizes[-1]

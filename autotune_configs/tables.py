@@ -101,22 +101,25 @@ def shipped_path(gpu: Gpu) -> Path:
 
 
 def _shipped_for(gpu: Gpu) -> list[tuple[Path, Gpu]]:
-    """The GPU's own shipped table or, without one, those of similar GPUs.
+    """The GPU's own shipped table, and those of similar GPUs.
 
     Similar GPUs have the same architecture, so that their memory and tensor cores are alike. They have more than half
-    and less than twice the multiprocessors: at half the number other tiles are best. The most similar one comes first.
+    and less than twice the multiprocessors: at half the number other tiles are best. Its own comes first, then the most
+    similar one.
     """
-    if shipped_path(gpu).is_file():
-        return [(shipped_path(gpu), gpu)]
-    found = []
+    own = shipped_path(gpu)
+    found = [(own, gpu)] if own.is_file() else []
     if not shipped_folder().is_dir():  # a package that was put together without its data
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(shipped_folder()))
     for path in sorted(shipped_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # the GPU that a damaged table is for gets the warning
             other, _ = read_strictly(path)
-            if other.architecture == gpu.architecture and 0.5 < other.multiprocessors / gpu.multiprocessors < 2:
+            is_similar = (
+                other.architecture == gpu.architecture and 0.5 < other.multiprocessors / gpu.multiprocessors < 2
+            )
+            if is_similar and path != own:
                 found.append((path, other))
-    return sorted(found, key=lambda pair: abs(pair[1].multiprocessors - gpu.multiprocessors))
+    return sorted(found, key=lambda pair: (pair[0] != own, abs(pair[1].multiprocessors - gpu.multiprocessors)))
 
 
 def searched(gpu: Gpu) -> list[tuple[Path, Gpu]]:

@@ -19,9 +19,8 @@ from autotune_configs.problem import Problem
 from triton_kernels import chains, group_norm, image_group_norm, image_sums, reference, row_minimum
 from triton_kernels.built_in import NUMBERS
 from triton_kernels.chain import Chain
-from triton_kernels.convolution import StrideOneConvolution, convolution
 from triton_kernels.grid import blocks_of
-from triton_kernels.image_statistics import PartialStatistics, image_statistics
+from triton_kernels.image_statistics import image_statistics
 from triton_kernels.image_tiles import CHANNELS_LAST, CONTIGUOUS, ImageSumsConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, linear
 from triton_kernels.pointwise import Pointwise
@@ -356,46 +355,6 @@ class ImageGroupNormBackward(ImageGroupNorm):
         return torch.cat(of_input), torch.stack(of_bias)
 
 
-class Convolution(Workload):
-    """A convolution of stride 1 with the partial statistics of its GELU."""
-
-    def __init__(self, problem, device):
-        super().__init__(problem, device)
-        self.B, self.C, self.O, height, width, *self.taps = problem.sizes
-        layouts = problem.layout.split(" to ")
-        in_size = (height + self.taps[0] - 1, width + self.taps[1] - 1)
-        self.input = self.normal(self.B, self.C, *in_size, layout=layouts[0])
-        self.output = self.empty(self.B, self.O, height, width, layout=layouts[-1])
-        self.written = (self.output,)
-        depth = math.sqrt(self.C * math.prod(self.taps))
-        self.weight = self.normal(*self.taps, self.O, self.C) / depth
-        self.bias = self.normal(self.O)
-        self.precision = self.dtype
-
-    def launch(self, config):
-        self.partials = PartialStatistics.empty(self.B, config.tiles(self.output[0, 0].numel()), self.O, self.device)
-        convolution(
-            self.input,
-            self.weight,
-            self.bias,
-            StrideOneConvolution(tuple(self.taps), (1, 1), (0, 0)),
-            config,
-            output=self.output,
-            partials=self.partials,
-            chain=chains.CONV_TRANSPOSE2D_GELU_GROUP_NORM.of_dtype(self.dtype),
-            operands=(None,) * 4,
-        )
-
-    def results(self, config):
-        mean, rstd = self.partials.merge(self.O, _EPS)
-        return self.output, mean.view(self.B, self.O), rstd.view(self.B, self.O)
-
-    def expected(self):
-        weight = self.weight.permute(2, 3, 0, 1).double()
-        output = F.conv2d(self.input[:_CHECKED_SAMPLES].double(), weight, self.bias.double())
-        return output, *statistics_of(output, self.O)
-
-
 _WORKLOADS: dict[str, Callable[[Problem, torch.device], Workload]] = {
     "group_norm": GroupNorm,
     "group_norm_backward": GroupNormBackward,
@@ -403,7 +362,6 @@ _WORKLOADS: dict[str, Callable[[Problem, torch.device], Workload]] = {
     "image_sums": ImageSums,
     "image_group_norm": ImageGroupNorm,
     "image_group_norm_backward": ImageGroupNormBackward,
-    "convolution": Convolution,
 }
 
 

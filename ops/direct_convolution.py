@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import triton
 
-from autotune_configs import convolution_config
 from ops.calls import Call, as_volume
 from ops.convolution import Geometry, memory_format
 from triton_kernels.column_sums import column_sums
-from triton_kernels.convolution import StrideOneConvolution, convolution
-from triton_kernels.device import INTERPRETED
+from triton_kernels.convolution_tiling import StrideOneConvolution
 from triton_kernels.hopper import runs_hopper_kernels, takes_input
 from triton_kernels.image_copy import copy_image, split_image
 from triton_kernels.image_statistics import PartialStatistics
@@ -41,17 +39,14 @@ _TF32_CHANNELS = 8
 #: 2 x 32 x 32 pixels of 64 channels, and 8 x 128 x 128 of 8.)
 _FEWEST_TF32_CHANNELS = 64
 _FEWEST_TF32_PIXELS = 2**14
-#: Of a plain convolution's input and output, between which ours is taken to be faster than cuDNN's.
+#: Of input and output in 16 bits, between which ours is taken to be faster than cuDNN's.
 _MOST_CHANNELS = 128
 
 
 def takes(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry, allow_tf32: bool) -> bool:
-    """Whether z is computed here: stride 1 and one group, where that is faster than cuDNN and as precise.
-
-    A transposed convolution is taken in 16 bits, and in float32 on Hopper where PyTorch would use TF32. A plain one is
-    taken in 16 bits by the kernels for Hopper alone: cuDNN's takes 1.26 ms (channels_last) at the size at which the
-    portable kernel takes 3.15 and a transposed one of cuDNN's 2.9 (H200). In float32 it is cuDNN's until it is known
-    where cuDNN uses TF32 for it.
+    """Whether z is computed here: on Hopper, at stride 1 and with one group, where that is faster than cuDNN and as
+    precise. That is in 16 bits, and in float32 where PyTorch would use TF32; a plain one in float32 is cuDNN's until it
+    is known where cuDNN uses TF32 for it.
 
     ``allow_tf32`` is PyTorch's setting when the chain was called. All else follows from the arguments, so that the fake
     and the forward pass decide alike. The backward pass is told.
@@ -59,14 +54,14 @@ def takes(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry, allow_t
     if geometry.stride != (1, 1) or geometry.groups != 1 or input.shape[0] == 0:
         return False
     if input.dtype in (torch.bfloat16, torch.float16):
-        return geometry.transposed or INTERPRETED or _beats_cudnn(input, weight, geometry)
+        return _beats_cudnn(input, weight, geometry)
     is_tf32 = geometry.transposed and allow_tf32 and input.dtype == torch.float32
     return is_tf32 and _is_tf32_in_cudnn(input, weight, geometry) and _runs_on_hopper(input, weight, geometry)
 
 
 def _beats_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
-    """Whether a plain convolution in 16 bits by the kernel for Hopper is taken to be faster than cuDNN's and a pass for
-    its statistics.
+    """Whether a convolution in 16 bits by the kernel for Hopper is taken to be faster than cuDNN's and a pass for its
+    statistics.
 
     The kernel reads the whole input again for each 64 output channels; cuDNN's tiles are wider. A chain forward takes
     32 us for 56 with 64 channels (8 x 128 x 128), 154 for 170 with 128 (1 x 512 x 512), and 1.15 ms with 8 to 32, where
@@ -201,25 +196,21 @@ def forward(
     z = _empty_channels_last((B, channels, height, width), input)
     taps, problem, transform = _taps(weight, geometry.transposed), forward_convolution(geometry), _rounding(input)
     as_it_lies = transform is identity and takes_input(input)
-    in_format = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
-    kernels: Any = _hopper_kernels()[0] if runs_hopper_kernels(input.device) else None
-    on_hopper = kernels is not None and kernels.supports(in_format, z, problem)
-    config = None if on_hopper else convolution_config(input, z, geometry.kernel_size)
+    kernels, _ = _hopper_kernels()
     partials: PartialStatistics | None = None
     if any(step.operand in ("sample", "tensor") for step in chain.activation):
         biases = len(chain.biases)
         operands = (*operands[:biases], *[None] * (len(operands) - biases))
     else:
-        places = config.tiles(height * width) if config else kernels.partial_count(in_format, z, problem)
+        image = input if as_it_lies else _empty_channels_last((1, *input.shape[1:]), input)
+        places = kernels.partial_count(image, z, problem)
         partials = PartialStatistics.empty(B, places, channels, input.device)
-    of_norm: dict[str, Any] = {"chain": chain, "operands": operands}
-    if config is not None:
-        convolution(input, taps, bias, problem, config, output=z, partials=partials, **of_norm)
-        return z, partials
     for span in [slice(0, B)] if as_it_lies else _spans(input):
         of_span = None if partials is None else partials[span]
         image = in_channels_last(input[span], transform)
-        kernels.convolution_hopper(image, taps, bias, problem, output=z[span], partials=of_span, **of_norm)
+        kernels.convolution_hopper(
+            image, taps, bias, problem, output=z[span], partials=of_span, chain=chain, operands=operands
+        )
     return z, partials
 
 
@@ -282,10 +273,7 @@ def backward(
 
 
 def differentiates(z: torch.Tensor, input: torch.Tensor, geometry: Geometry) -> bool:
-    """Whether ``backward`` takes the problem: where the Hopper kernels do. Elsewhere PyTorch's gradients are as
-    good."""
-    if not runs_hopper_kernels(z.device):
-        return False
+    """Whether ``backward`` takes what ``forward`` did. Else PyTorch's gradients are as good."""
     convolution_hopper, weight_gradient_hopper = _hopper_kernels()
     in_format = _empty_channels_last((1, *input.shape[1:]), input)
     dtype = torch.bfloat16 if z.dtype == torch.float32 else z.dtype  # of what float32 images are split into

@@ -22,6 +22,7 @@ from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
 from ops.inductor import tensors_in
 from ops.plan import Plan
 from triton_kernels.chain import Chain
+from triton_kernels.device import why_unsupported
 
 _PLANS: dict[Any, tuple[str, Callable[..., Plan]]] = {
     getattr(operator, overload): (direction, plan_of)
@@ -196,7 +197,9 @@ class _Watch(TorchDispatchMode):
         """A chain that runs as plain PyTorch, forward and backward."""
         if is_fake(input):  # a compiler's
             return
-        reason = "there are no channels" if input.device.type == "cuda" else "kernels run on GPUs"
+        reason = "kernels run on GPUs"
+        if input.device.type == "cuda":
+            reason = why_unsupported(input.device.index) or "there are no channels"
         if input.dtype not in precision.KERNEL_DTYPES:
             reason = _other_dtype(input.dtype)
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))

@@ -7,7 +7,8 @@ import torch
 
 import autotune_configs
 from autotune_configs.gpus import float32_by_cublas
-from triton_kernels.device import INTERPRETED
+from autotune_configs.tables import warn_once
+from triton_kernels.device import INTERPRETED, why_unsupported
 from triton_kernels.hopper import runs_hopper_kernels
 
 #: What the kernels take, by name.
@@ -25,9 +26,18 @@ def name_of(dtype: torch.dtype) -> str:
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
     """Whether the kernels take this tensor: float32, bfloat16 or float16, on a GPU. In Triton's interpreter also on
-    the CPU."""
-    on_device = tensor.device.type == "cuda" or (INTERPRETED and tensor.device.type == "cpu")
-    return on_device and tensor.dtype in KERNEL_DTYPES
+    the CPU.
+
+    Where the GPU is none that they are compiled for, one warning for each says so.
+    """
+    if tensor.dtype not in KERNEL_DTYPES:
+        return False
+    if tensor.device.type != "cuda":
+        return INTERPRETED and tensor.device.type == "cpu"
+    reason = why_unsupported(tensor.device.index)
+    if reason:
+        warn_once(tensor.device, f"{reason}: PyTorch's own functions run instead")
+    return not reason
 
 
 def float32_parts() -> int:

@@ -104,8 +104,13 @@ def plain_conv_transpose2d_gelu_group_norm(
     approximate="none",
     eps=1e-5,
 ):
-    z = F.conv_transpose2d(input, weight, conv_bias, stride, padding, output_padding, groups, dilation)
+    z = biased(F.conv_transpose2d(input, weight, None, stride, padding, output_padding, groups, dilation), conv_bias)
     return _norm(F.gelu(z, approximate=approximate), num_groups, norm_weight, norm_bias, eps)
+
+
+def biased(z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A convolution's bias as PyTorch adds it on a GPU: to what is rounded. On a CPU it does so before."""
+    return z if bias is None else z + bias[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import ops
 from ops import pointwise as p
-from tests.chains import L19, Chain, Problem, make_arguments
+from tests.chains import L19, Chain, Problem, biased, make_arguments
 
 PROBLEM = Problem(rows=4, depth=6, groups=3, group_size=4, pixels=(5, 7))
 #: What a call may say of its geometry.
@@ -68,7 +68,7 @@ class Conv2d(Chain):
 def _plain_conv2d(first, last):
     def plain(input, weight, conv_bias, num_groups, norm_weight=None, norm_bias=None, **geometry):
         norm_weight = torch.ones_like(norm_bias) if norm_weight is None and norm_bias is not None else norm_weight
-        z = first(F.conv2d(input, weight, conv_bias, **geometry))
+        z = first(biased(F.conv2d(input, weight, **geometry), conv_bias))
         return last(torch.group_norm(z, num_groups, norm_weight, norm_bias))
 
     return plain

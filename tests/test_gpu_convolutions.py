@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from tests import gpu
 from tests.chains import DTYPES, Problem, chain_id
-from tests.gpu import DEVICE, FORMATS, by_format, on_hopper
+from tests.gpu import DEVICE, FORMATS, on_hopper
 from tests.images import round_to_tf32
-from triton_kernels import column_sums, convolution, convolution_hopper, weight_gradient_hopper
+from triton_kernels import column_sums, convolution_hopper, weight_gradient_hopper
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
-from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
+from triton_kernels.convolution_tiling import StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
@@ -149,25 +149,6 @@ def test_convolution_hopper_of_odd_sizes(channels, pixels, out_format):
     """float32 results, which the copy engine does not write, may have any size and any number of channels."""
     problem = Problem(3, 64, 4, channels // 4, pixels=pixels)
     check_hopper_convolution(problem, {}, torch.float32, out_format)
-
-
-@by_dtype
-@pytest.mark.parametrize("out_format", FORMATS, ids=str)
-@by_format
-@pytest.mark.parametrize("pixels", [(21, 25), (3, 2)], ids=["21x25", "small"])
-def test_portable_convolution(pixels, format, out_format, dtype):
-    problem = Problem(3, 37, 4, 11, pixels=pixels, kernel=(2, 3))
-    config = ConvolutionConfig.fit(problem.depth, problem.channels)
-
-    def launch(*arguments, **options):
-        chain = CONV_TRANSPOSE2D_GELU_GROUP_NORM
-        convolution.convolution(*arguments, config, chain=chain, operands=NO_OPERANDS, **options)
-
-    def tiles_of(input, output, taps):
-        return config.tiles(output[0, 0].numel())
-
-    geometry = {"padding": (1, 0), "dilation": (1, 2)}
-    check_convolution(problem, geometry, dtype, out_format, launch, tiles_of, format=format)
 
 
 #: (problem, geometry): which operand has fewer tiles, and so which is cut into them, differs.

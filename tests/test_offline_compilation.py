@@ -31,7 +31,7 @@ pytestmark = pytest.mark.offline
 
 DTYPES = (torch.bfloat16, torch.float32)
 #: The architecture of each GPU that a table is shipped for.
-TABLE_ARCHITECTURES = {"nvidia_h200": 90}
+TABLE_ARCHITECTURES = {"nvidia_h100_80gb_hbm3": 90, "nvidia_h200": 90}
 L94, L75, L30 = NORMALISING = (
     chains.LINEAR_HARDTANH_MISH_GROUP_NORM,
     chains.LINEAR_GROUP_NORM_MIN,

@@ -13,17 +13,16 @@ from autotune_configs.offline import compile_launches
 from ops import direct_convolution
 from ops.calls import Call
 from ops.convolution import Geometry
-from tests.compilation import MATRIX_INSTRUCTIONS, META, by_architecture, more_spills
-from triton_kernels import convolution, convolution_hopper, image_copy, weight_gradient_hopper
+from tests.compilation import META, by_architecture, more_spills
+from triton_kernels import convolution_hopper, image_copy, weight_gradient_hopper
 from triton_kernels.activations import SILU
 from triton_kernels.chain import Chain
 from triton_kernels.chains import (
     CONV_TRANSPOSE2D_GELU_GROUP_NORM,
 )
-from triton_kernels.convolution import ConvolutionConfig, StrideOneConvolution
+from triton_kernels.convolution_tiling import StrideOneConvolution
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
-from triton_kernels.linear import FLOAT32_INPUT_PRECISION
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 from triton_kernels.pointwise import ADD, nearest_tf32
 
@@ -34,7 +33,6 @@ SAMPLES, CHANNELS, SIZE = 128, 64, 256
 GEOMETRY = Geometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
 CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 
-by_short_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 by_format = pytest.mark.parametrize("format", [CHANNELS_LAST, CONTIGUOUS], ids=str)
 
 
@@ -97,52 +95,6 @@ def test_image_copy(source, target, size, arch):
     kernels = compile_launches(launch, arch)
     assert len(kernels) == 4
     assert_fit_without_spills(kernels)
-
-
-@by_architecture
-@by_format
-@pytest.mark.parametrize(
-    "dtype, channels",
-    [
-        (torch.bfloat16, (CHANNELS, CHANNELS)),
-        (torch.float16, (CHANNELS, CHANNELS)),
-        (torch.float32, (CHANNELS, CHANNELS)),
-        (torch.bfloat16, (37, 44)),
-        (torch.float32, (37, 44)),
-    ],
-    ids=str,
-)
-def test_convolution(dtype, channels, format, arch):
-    """With statistics, and for the target's channels and format without."""
-    in_channels, out_channels = channels
-    input = images(dtype, format, channels=in_channels)
-    output = images(dtype, channels=out_channels, size=SIZE + 2)
-    config = ConvolutionConfig.fit(*channels)
-    tiles = config.tiles((SIZE + 2) ** 2)
-    weight = torch.empty(3, 3, out_channels, in_channels, dtype=dtype, device=META)
-    without = (None,) if channels == (CHANNELS, CHANNELS) and format == CHANNELS_LAST else ()
-
-    def launch():
-        for partials in (PartialStatistics.empty(SAMPLES, tiles, out_channels, META), *without):
-            convolution.convolution(
-                input,
-                weight,
-                vectors(dtype, out_channels),
-                direct_convolution.forward_convolution(GEOMETRY),
-                config,
-                output=output,
-                partials=partials,
-                chain=CONV_TRANSPOSE2D_GELU_GROUP_NORM.of_dtype(dtype),
-                operands=(None,) * 4,
-                input_precision=FLOAT32_INPUT_PRECISION,
-            )
-
-    kernels = compile_launches(launch, arch)
-    assert len(kernels) == 1 + len(without)
-    # Rows at no multiple of 16 bytes come element by element: each has an address and a mask of its own.
-    assert_fit_without_spills(kernels, allowed_spill=0 if channels == (CHANNELS, CHANNELS) else 16)
-    for kernel in kernels:
-        assert any(instruction in kernel.ptx for instruction in MATRIX_INSTRUCTIONS), kernel.name
 
 
 #: Bytes a thread that the convolution's epilogue may spill. With tiles of 256 pixels it has 112 registers; that some
@@ -257,17 +209,11 @@ def test_weight_gradient_hopper(kernel_size, dilation, accumulate, dtype):
     assert_multiplies_as_hopper_does(kernel)
 
 
-@by_architecture
 @by_format
-@by_short_dtype
-def test_direct_convolution(dtype, format, arch):
-    """Forward and backward at the target size: on Hopper by its own kernels, elsewhere by the portable one."""
-    check_direct_convolution(dtype, format, arch, arch == 90)
-
-
-@by_format
-def test_direct_convolution_of_float32(format):
-    check_direct_convolution(torch.float32, format, 90, True)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_direct_convolution(dtype, format):
+    """Forward and backward at the target size."""
+    check_direct_convolution(dtype, format)
 
 
 #: Channels, samples and size of what models of images have.
@@ -285,12 +231,12 @@ def test_plain_convolution(with_image, channels, samples, size, format):
     chain = Chain("conv2d", before=(ADD, ADD_IMAGE) if with_image else (), after=(SILU,))
     geometry = dataclasses.replace(GEOMETRY, padding=(1, 1), transposed=False)
     problem = images(torch.bfloat16, format, samples=samples, channels=channels, size=size), geometry
-    check_direct_convolution(torch.bfloat16, format, 90, True, *problem, chain)
+    check_direct_convolution(torch.bfloat16, format, *problem, chain)
 
 
-@pytest.mark.parametrize("arch", [80, 100])
-def test_plain_convolutions_elsewhere(arch):
-    """cuDNN's, which the portable kernel does not reach."""
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_convolutions_elsewhere(arch):
+    """cuDNN's, plain and transposed."""
     input, weight = images(torch.bfloat16), torch.empty(CHANNELS, CHANNELS, 3, 3, dtype=torch.bfloat16, device=META)
     taken = []
 
@@ -299,12 +245,10 @@ def test_plain_convolutions_elsewhere(arch):
         taken.append([direct_convolution.takes(input, weight, each, True) for each in (plain, GEOMETRY)])
 
     compile_launches(ask, arch)
-    assert taken == [[False, True]]
+    assert taken == [[False, False]]
 
 
-def check_direct_convolution(
-    dtype, format, arch, on_hopper, input=None, geometry=GEOMETRY, chain=CONV_TRANSPOSE2D_GELU_GROUP_NORM
-):
+def check_direct_convolution(dtype, format, input=None, geometry=GEOMETRY, chain=CONV_TRANSPOSE2D_GELU_GROUP_NORM):
     input = images(dtype, format) if input is None else input
     samples, channels, size, _ = input.shape
     out_size, _ = geometry.output_size(size, size)
@@ -318,7 +262,7 @@ def check_direct_convolution(
         operands = (*[vectors(dtype, channels)] * biases, *[None] * (steps - biases))
         z, partials = direct_convolution.forward(call, input, weight, operands)
         assert z.shape == (samples, channels, out_size, out_size) and z.stride(1) == 1
-        assert direct_convolution.differentiates(z, input, geometry) == on_hopper
+        assert direct_convolution.differentiates(z, input, geometry)
 
     def backward():
         z = images(dtype, samples=samples, channels=channels, size=out_size)
@@ -326,10 +270,10 @@ def check_direct_convolution(
         for gradient, of in zip(gradients, (input, weight), strict=True):
             assert gradient.shape == of.shape and gradient.stride() == of.stride()
 
-    for launch in (forward, backward) if on_hopper else (forward,):
-        kernels = compile_launches(launch, arch)
+    for launch in (forward, backward):
+        kernels = compile_launches(launch, 90)
         specialised = [kernel for kernel in kernels if "cp.async.bulk.tensor" in kernel.ptx]
-        assert bool(specialised) == on_hopper
+        assert specialised
         for kernel in specialised:
             assert_multiplies_as_hopper_does(kernel, EPILOGUE_SPILLS[dtype] if launch is forward else 0)
         if others := [kernel for kernel in kernels if kernel not in specialised]:

@@ -35,10 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.chain import Chain, apply_steps, load_vectors
-from triton_kernels.convolution import StrideOneConvolution, check_statistics
 from triton_kernels.convolution_tiling import (
     CHANNELS,
     WIDEST_HALO,
+    StrideOneConvolution,
     columns_of,
     tiling_for,
     tiling_of,
@@ -376,6 +376,15 @@ def partial_count(input: torch.Tensor, output: torch.Tensor, convolution: Stride
     tiling = tiling_for(input, output, convolution, statistics=True)
     consumers = 2 * _programs(output) // blocks_of(output.shape[1], CHANNELS)
     return min(math.prod(tiling.tiles(*output.shape[2:])), consumers) * (tiling.pixels // 128)
+
+
+def check_statistics(chain: Chain, operands: Sequence[Any]) -> None:
+    """Whether a convolution can compute the statistics of the chain's norm: tensors before it have other tiles."""
+    for step, operand in zip(chain.steps[: chain.norm_place], operands, strict=False):
+        if step.operand in ("sample", "tensor") and operand is not None:
+            raise NotImplementedError(
+                f"statistics of {step.name} with a {step.operand}; image_statistics computes them"
+            )
 
 
 def convolution_hopper(

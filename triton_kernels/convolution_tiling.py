@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triton_kernels.convolution import StrideOneConvolution
 from triton_kernels.device import SHARED_MEMORY
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_channels_last
@@ -25,6 +24,19 @@ _MOST_STAGES = 6
 _RESERVED_BYTES = 2048
 #: Tiles of 256 pixels are used where they cover at most this much more than tiles of 128, beyond an image's edges.
 _MOST_WASTE = 1.1
+
+
+@dataclass(frozen=True)
+class StrideOneConvolution:
+    """Taps (rows, columns), their dilation, and the offset of the first tap from the output's pixel.
+
+    output[n, o, y, x] = bias[o] + sum over ky, kx, c of
+                         weight[ky, kx, o, c] * input[n, c, y + sy + ky * dy, x + sx + kx * dx]   (0 outside the image)
+    """
+
+    kernel_size: tuple[int, int]
+    dilation: tuple[int, int]
+    shift: tuple[int, int]
 
 
 @dataclass(frozen=True)

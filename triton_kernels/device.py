@@ -22,7 +22,8 @@ if INTERPRETED:
 _INTERPRETED_MULTIPROCESSORS = 3
 #: Bytes of shared memory one block may use, by architecture (CUDA C++ Programming Guide, compute capabilities).
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
-
+#: The oldest architecture that the kernels are compiled for in the tests.
+OLDEST_ARCHITECTURE = 80
 
 _meant: ContextVar[torch.device | None] = ContextVar("_meant", default=None)
 
@@ -76,6 +77,21 @@ def architecture(device: torch.device) -> int:
         properties = _cuda_properties(device.index)
         return 10 * properties.major + properties.minor
     return 90 if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+
+
+@functools.cache
+def why_unsupported(index: int) -> str:
+    """Why the kernels do not run on a CUDA device, in a sentence, or nothing. Without a GPU there is nothing to say: a
+    compiler's tensors may still be of one."""
+    if not torch.cuda.is_available():
+        return ""
+    properties = _cuda_properties(index)
+    needed = "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+    if torch.version.hip:
+        return f"{needed}, and cuda:{index} is {properties.name}"
+    if 10 * properties.major + properties.minor < OLDEST_ARCHITECTURE:
+        return f"{needed}, and cuda:{index}, {properties.name}, has {properties.major}.{properties.minor}"
+    return ""
 
 
 def has_tensor_descriptors(device: torch.device) -> bool:

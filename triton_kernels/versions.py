@@ -25,8 +25,12 @@ HAS_ASYNC_LOAD = VERSION >= (3, 8)
 SLICES_ANYWHERE = VERSION >= (3, 9)
 
 
-def warn_if_untested(version: tuple[int, int] = VERSION) -> None:
-    """One RuntimeWarning for a Triton newer than those tested."""
+def check(version: tuple[int, int] = VERSION) -> None:
+    """ImportError for a Triton older than those tested, one RuntimeWarning for a newer one."""
+    if version < TESTED[0]:
+        raise ImportError(
+            "normfuse needs triton {}.{} or newer, and found {}.{}".format(*TESTED[0], *version), name="triton"
+        )
     if version > TESTED[-1]:
         tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
         warnings.warn(
@@ -37,4 +41,4 @@ def warn_if_untested(version: tuple[int, int] = VERSION) -> None:
         )
 
 
-warn_if_untested()
+check()

@@ -208,7 +208,7 @@ def test_what_can_be_shown_is_listed(folder, capsys):
         assert any(name == word.rstrip(",") for line in lines for word in line), name
     assert "l75 linear_group_norm_min batch x in_features x out_features 1024x8192x8192".split() in lines
     assert "NVIDIA L4 none".split() in lines
-    assert "NVIDIA H200 your own nvidia_h200, shipped nvidia_h200".split() in lines
+    assert "NVIDIA H200 your own nvidia_h200, shipped nvidia_h200, shipped nvidia_h100_80gb_hbm3".split() in lines
     assert "[m, k] @ [n, k].T" in output and "float32" in output and "backward" in output
 
 

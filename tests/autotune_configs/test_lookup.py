@@ -21,12 +21,15 @@ NORMALISING = "linear_hardtanh_mish_group_norm"
 
 @pytest.fixture
 def table(folder, monkeypatch):
-    """Only shipped tables, none of the user's own."""
-    shipped = []
-    read = tables.read
-    monkeypatch.setattr(
-        tables, "read", lambda path, gpu: tuple(shipped) if path == tables.shipped_path(GPU) else read(path, gpu)
-    )
+    """Only a shipped table of the GPU, none of other GPUs, and none of the user's own."""
+    shipped, read = [], tables.read
+
+    def of_gpu(path, gpu):
+        if path.parent == tables.shipped_folder():
+            return tuple(shipped) if path == tables.shipped_path(GPU) else ()
+        return read(path, gpu)
+
+    monkeypatch.setattr(tables, "read", of_gpu)
     return shipped
 
 
@@ -196,7 +199,7 @@ def test_users_own_entry_wins(folder, monkeypatch):
 
 
 def test_tables_of_kin(folder, monkeypatch):
-    """A GPU without a shipped table uses that of a GPU of its architecture and about its size."""
+    """A GPU also uses the shipped tables of GPUs of its architecture and about its size."""
     monkeypatch.setattr(tables, "shipped_folder", lambda: folder.parent / "shipped")
     tables.store(tables.shipped_path(GPU), GPU, entry(FIRST))
     tables.shipped_path(GPU).with_name("damaged.json").write_text("[")
@@ -217,7 +220,11 @@ def test_tables_of_kin(folder, monkeypatch):
     assert lookup.find(linear_problem(), kin).config == FIRST, "nor of one that is smaller, and less like it"
     tables.store(tables.shipped_path(kin), kin, entry(SECOND, m=1400))
     lookup.forget()
-    assert lookup.find(linear_problem(), kin).config == SECOND, "but its own where there is one"
+    assert lookup.find(linear_problem(), kin).config == FIRST, "where its own has another problem alone"
+    assert lookup.find(linear_problem(m=1200), kin).config == SECOND, "the nearer one"
+    tables.store(tables.shipped_path(kin), kin, entry(SECOND))
+    lookup.forget()
+    assert lookup.find(linear_problem(), kin).config == SECOND, "but its own where both have the problem"
 
 
 def test_known_configs(table):
@@ -255,18 +262,6 @@ def test_image_configs_know_the_layout(folder):
         assert autotune_configs.image_norm_config("image_group_norm", 2, *images) == expected
 
 
-def test_convolution_configs_know_the_sizes(folder):
-    """All of the convolution's sizes differ, and the entry is too far away for any other order."""
-    input, output = torch.empty(1, 64, 34, 259), torch.empty(1, 512, 32, 255)
-    problem = Problem("convolution", "float32", (1, 64, 512, 32, 255, 3, 5), None, "contiguous")
-    gpu = Gpu.of(input.device)
-    config = autotune_configs.convolution_config(input, output, (3, 5))
-    other = next(each for each in KERNELS["convolution"].neighbours(config, problem, gpu))
-    tables.store(tables.user_path(gpu), gpu, entry(other, problem))
-    autotune_configs.forget()
-    assert autotune_configs.convolution_config(input, output, (3, 5)) == other
-
-
 def test_what_is_found_is_kept(folder):
     """A second lookup is answered by a cache (the bench times it)."""
     arguments = "linear_bias", torch.bfloat16, 1024, 8192, 8192, 1, torch.device("cpu")
@@ -279,7 +274,6 @@ def test_what_is_found_is_kept(folder):
 
 def test_public_names():
     assert autotune_configs.__all__ == [
-        "convolution_config",
         "forget",
         "group_norm_config",
         "image_norm_config",

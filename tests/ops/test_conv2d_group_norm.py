@@ -276,7 +276,6 @@ def test_own_chain():
 @pytest.mark.parametrize(
     "name, dtype, forward, backward",
     [
-        ("padding", torch.bfloat16, "convolution_kernel", "convolution_gradients"),
         ("padding", torch.float32, "convolve", "convolution_gradients"),
         ("stride", torch.bfloat16, "convolve", "convolution_gradients"),
         ("groups", torch.bfloat16, "convolve", "convolution_gradients"),

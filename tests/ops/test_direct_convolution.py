@@ -26,7 +26,6 @@ from triton_kernels.launch import call
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 GEOMETRY = Geometry((3, 3), (1, 1), (0, 0), (0, 0), (1, 1), 1)
-PLAIN = dataclasses.replace(GEOMETRY, transposed=False)
 PROBLEM = Problem(rows=5, depth=8, groups=3, group_size=8, pixels=(6, 7))
 
 by_format = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -153,27 +152,26 @@ def test_taps(way, kernel, dtype):
 
 
 @by_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_short_numbers(dtype, format):
-    """Of stride 1 and one group, whatever is set and wherever they are."""
-    for shape in ((1, 64, 5, 6), (2, 3, 1, 1)):
-        input = images(shape, dtype, format)
-        assert takes(input, allowed=False) and takes(input, channels=5, dilation=(2, 1))
-        assert not takes(input, stride=(1, 2)) and not takes(input, groups=2) and not takes(input[:0])
-
-
-@by_format
-def test_plain_convolutions(on_hopper, monkeypatch, format):
-    """Outside of the interpreter, those in 16 bits that the kernel for Hopper takes, of up to 128 channels.
+@pytest.mark.parametrize("transposed", [False, True])
+def test_short_numbers(on_hopper, monkeypatch, transposed, format):
+    """Those in 16 bits that the kernel for Hopper takes, of stride 1, one group and up to 128 channels, whatever is set
+    of TF32.
 
     Both axes of the weight are bounded, whichever is the input's.
     """
-    monkeypatch.setattr(direct_convolution, "INTERPRETED", False)
 
-    def takes(in_channels, out_channels, dtype=torch.bfloat16, **geometry):
-        geometry = dataclasses.replace(PLAIN, **geometry)
-        weight = torch.empty(out_channels, in_channels // geometry.groups, *geometry.kernel_size)
-        return direct_convolution.takes(images((2, in_channels, 7, 5), dtype, format), weight, geometry, True)
+    def takes(in_channels, out_channels, dtype=torch.bfloat16, samples=2, **geometry):
+        geometry = dataclasses.replace(GEOMETRY, transposed=transposed, **geometry)
+        channels = (in_channels, out_channels // geometry.groups)
+        if not transposed:
+            channels = (out_channels, in_channels // geometry.groups)
+        weight, input = (
+            torch.empty(*channels, *geometry.kernel_size),
+            images((samples, in_channels, 7, 5), dtype, format),
+        )
+        with_tf32, without = (direct_convolution.takes(input, weight, geometry, each) for each in (True, False))
+        assert with_tf32 == without or dtype == torch.float32
+        return without
 
     assert takes(64, 64) and takes(128, 64) and takes(64, 128) and takes(32, 40, torch.float16, padding=(1, 1))
     assert takes(64, 64, kernel_size=(1, 1)) and takes(64, 64, dilation=(2, 1))
@@ -181,10 +179,9 @@ def test_plain_convolutions(on_hopper, monkeypatch, format):
     assert not takes(72, 44) and not takes(44, 72)  # rows that TMA does not copy
     assert not takes(64, 64, kernel_size=(5, 5)) and not takes(64, 64, dilation=(9, 1))
     assert not takes(64, 64, stride=(2, 2)) and not takes(64, 64, groups=2) and not takes(64, 64, torch.float32)
+    assert not takes(64, 64, samples=0)
     monkeypatch.setattr(direct_convolution, "runs_hopper_kernels", lambda device: False)
     assert not takes(64, 64)
-    monkeypatch.setattr(direct_convolution, "INTERPRETED", True)
-    assert takes(8, 5) and not takes(8, 5, torch.float32)
 
 
 def test_float32_is_the_librarys_without_the_kernels_for_hopper():
@@ -378,7 +375,7 @@ def test_what_is_not_finite(on_hopper, allow_tf32, few_at_a_time, value):
 
 @by_format
 @pytest.mark.parametrize("name", ["conv2d_group_norm", "conv_transpose2d_group_norm"])
-def test_biases_without_statistics(name, format):
+def test_biases_without_statistics(on_hopper, name, format):
     """A tensor before the norm takes the statistics from the convolution, which adds both biases all the same."""
     generator = torch.Generator().manual_seed(0)
     input, added = (torch.randn(2, 8, 5, 6, generator=generator).bfloat16() for _ in range(2))

@@ -6,7 +6,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ops import direct_convolution
 from triton_kernels import convolution_hopper, weight_gradient_hopper
-from triton_kernels.convolution import StrideOneConvolution
+from triton_kernels.convolution_tiling import StrideOneConvolution
 from triton_kernels.device import architecture
 from triton_kernels.hopper import is_copyable, runs_hopper_kernels, takes_input
 
