@@ -40,7 +40,7 @@ _TF32_CHANNELS = 8
 _FEWEST_TF32_CHANNELS = 64
 _FEWEST_TF32_PIXELS = 2**14
 #: Of input and output in 16 bits, between which ours is taken to be faster than cuDNN's.
-_MOST_CHANNELS = 128
+_MOST_CHANNELS = 256
 
 
 def takes(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry, allow_tf32: bool) -> bool:
@@ -65,8 +65,9 @@ def _beats_cudnn(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) 
 
     The kernel reads the whole input again for each 64 output channels; cuDNN's tiles are wider. A chain forward takes
     32 us for 56 with 64 channels (8 x 128 x 128), 154 for 170 with 128 (1 x 512 x 512), and 1.15 ms with 8 to 32, where
-    cuDNN's convolution alone takes 2.52 (128 x 256 x 256; 3 x 3 taps, bf16, H200). More than 128 channels were not
-    timed.
+    cuDNN's convolution alone takes 2.52 (128 x 256 x 256; 3 x 3 taps, bf16, H200). On an H100 it takes 200 us for 210
+    from 128 to 256 channels (8 x 128 x 128, 3 x 3 taps), 94 for 107 from 256 to 64 (16 x 128 x 128, 1 x 1), and 106 for
+    88 from 1024 to 128 (16 x 64 x 64, 1 x 1).
     """
     return max(weight.shape[:2]) <= _MOST_CHANNELS and _runs_on_hopper(input, weight, geometry)
 

@@ -55,7 +55,26 @@ def test_small_problems_get_more_and_smaller_tiles(gpu, element_size):
 
     large, small = tiles(8192, 8192)[1], tiles(128, 512)[1]
     assert small.block_m * small.block_n < large.block_m * large.block_n
-    assert tiles(1024, 1024)[0] >= 100
+    assert tiles(1024, 1024)[0] >= gpu.multiprocessors / 2
+
+
+@pytest.mark.parametrize(
+    "sizes, tile",
+    [
+        ((1024, 4096, 4096), (128, 256, 128)),
+        ((512, 8192, 8192), (128, 256, 128)),
+        ((384, 6144, 2560), (128, 256, 72)),
+        ((128, 8192, 8192), (64, 128, 128)),
+        ((16, 8192, 8192), (16, 64, 128)),
+    ],
+    ids=str,
+)
+def test_one_wave_that_is_not_full_beats_two(sizes, tile):
+    """Tiles of twice the size, where these occupy more than half of the multiprocessors (measured on an H100)."""
+    M, N, K = sizes
+    config = heuristic_linear_config(2, M, N, K, 1, Gpu.called("H100 80GB"))
+    number = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    assert (config.block_m, config.block_n, number) == tile
 
 
 @by_gpu
