@@ -17,6 +17,7 @@ from bench.columns import (
     SHAPE,
     TIMES,
     Column,
+    field,
     markdown_table,
     of_first,
     of_peer,
@@ -103,13 +104,13 @@ def write_page(devices: Iterable[DeviceResults], pictures: Path, page: Path, dra
     """The whole page, to lie at ``page``, with the pictures of these names in the folder ``pictures``."""
     folder = Path(os.path.relpath(pictures, page.parent)).as_posix()
     drawn = set(drawn)
-    measured = [results for results in devices if results.times or results.first_call]
+    measured = [results for results in devices if results.times or results.first_call or results.tritons]
     parts = [_INTRODUCTION, *(part for results in measured for part in _device(results, folder, drawn))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
-    runs = _Runs([*results.times, *results.first_call])
+    runs = _Runs([*results.times, *results.first_call, *results.tritons])
 
     def picture(name: str, what: str) -> str:
         is_drawn = f"{name}.{results.slug}.light.png" in drawn
@@ -135,6 +136,7 @@ def _device(results: DeviceResults, folder: str, drawn: set[str]) -> list[str]:
         "First call": _table(
             runs, results.first_call, _FIRST_CALL + runs.note(results.first_call), [SHAPE, *FIRST_CALL]
         ),
+        "Another Triton": _tritons(results, runs),
         "Runs": ["\n".join(f"{number}. {run}" for run, number in runs.numbers.items())],
     }
     parts = ([f"### {title}", *([part for part in body if part] or [NOT_MEASURED])] for title, body in sections.items())
@@ -195,6 +197,23 @@ def _growth(results: DeviceResults, runs: _Runs) -> list[str]:
     )
     grids = ((f"{chain} {layout}, {mode}:", _grid(rows)) for (chain, layout, mode), rows in groups.items())
     return [what, markdown_table(_SUMMARY, groups.values()), *(part for grid in grids for part in grid)]
+
+
+def _tritons(results: DeviceResults, runs: _Runs) -> list[str]:
+    rows = results.tritons
+    if not rows:
+        return []
+    what = "Microseconds with each, and the later one's over the earlier one's; processes took turns."
+    (before, after) = ({row.before for row in rows}, {f"triton {row.run.triton}" for row in rows if row.run})
+    columns = [
+        SHAPE,
+        MODE,
+        field(" or ".join(sorted(before)), "before_us"),
+        field(" or ".join(sorted(after)), "after_us"),
+        field("ratio", "device_ratio", ".3f"),
+        field("ratio of the wall clock", "wall_ratio", ".3f"),
+    ]
+    return _table(runs, rows, what + runs.note(rows), columns)
 
 
 def _ratios(rows: Iterable[TimesRow]) -> list[float]:

@@ -30,6 +30,7 @@ from bench.schema import (
     Run,
     TensorParallelRow,
     TimesRow,
+    TritonsRow,
 )
 from bench.sizes import GRID, TARGET
 
@@ -216,6 +217,7 @@ class DeviceResults:
     first_call: list[FirstCallRow] = field(default_factory=list)
     tensor_parallel: list[TensorParallelRow] = field(default_factory=list)
     commits: list[CommitsRow] = field(default_factory=list)
+    tritons: list[TritonsRow] = field(default_factory=list)
     models: list[ModelRow] = field(default_factory=list)
 
     @property

@@ -261,6 +261,11 @@ class CommitsRow(Row):
     rounds: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class TritonsRow(CommitsRow):
+    """The same with two Tritons: the run's, and the one that ``before`` names."""
+
+
 @dataclass(frozen=True)
 class KernelTimes:
     """What the kernels of one kind take in a step."""
@@ -348,5 +353,6 @@ ROWS: dict[str, type[Row]] = {
     "first_call": FirstCallRow,
     "tensor_parallel": TensorParallelRow,
     "commits": CommitsRow,
+    "tritons": TritonsRow,
     "models": ModelRow,
 }

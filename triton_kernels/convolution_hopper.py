@@ -263,7 +263,7 @@ def multiply(
             activated = by_slot(
                 apply_steps(values.to(gl.float32), operands, CHAIN, len(CHAIN.biases), CHAIN.norm_place)
             )
-            if BITS == 16 and rows * columns == PIXELS:
+            if rows * columns == PIXELS:
                 more = slot_statistics(activated, None, False)
             else:
                 more = slot_statistics(activated, by_slot(inside & gl.expand_dims(channel >= 0, 1)), True)

@@ -239,6 +239,18 @@ def test_first_call(page):
     assert "later ones. Run 1." in section
 
 
+def test_another_triton(page):
+    row = {"before": "triton 3.5", "before_us": 99.0, "after_us": 100.0}
+    row |= {"device_ratio": 1.01, "wall_ratio": 0.9, "rounds": 12}
+    section = page([cell(**row), cell("L30", mode="training", **row)], experiment="tritons")["## Another Triton"]
+    (table,) = tables(section)
+    assert [list(line.values()) for line in table] == [
+        ["L94", "bfloat16", TARGET, "forward", "99", "100", "1.010", "0.900"],
+        ["L30", "bfloat16", TARGET, "training", "99", "100", "1.010", "0.900"],
+    ]
+    assert list(table[0])[4:6] == ["triton 3.5", "triton 3.6"] and "took turns. Run 1." in section
+
+
 def test_pictures(page):
     """Links to the pictures that exist, relative to the page, in both themes."""
     names = [
