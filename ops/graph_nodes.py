@@ -48,7 +48,7 @@ _ALSO = {
 #: What a function may be given besides, if it is this.
 _WITHOUT_EFFECT = {"alpha": 1, "rounding_mode": None, "out": None}
 #: What makes a matrix the transposed one.
-_TRANSPOSING = ("getattr", "numpy_T", "t", "transpose", "permute", "swapaxes", "swapdims")
+_TRANSPOSING = ("getattr", "numpy_T", "mT", "matrix_H", "mH", "t", "transpose", "permute", "swapaxes", "swapdims")
 #: Whose functions write to no tensor, but for those in place and those that keep statistics in their arguments.
 _PURE = ("_operator", "builtins", "math", "torch", "torch._C._nn", "torch.nn.functional")
 _KEEPING = ("batch_norm", "instance_norm", "embedding", "moving_avg")

@@ -38,6 +38,8 @@ class Opened:
 
     def _backend(self, module, inputs):
         self.chains += [each.chain for each in rewrite(module, compiles=True)]
+        decompositions = {**torch._decomp.core_aten_decompositions()}
+        del decompositions[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]  # Inductor keeps it
         compile_graph = partial(self._compile, is_inference=False)
         inference = partial(self._compile, is_inference=True)
         backend = aot_autograd(
@@ -45,7 +47,7 @@ class Opened:
             bw_compiler=compile_graph,
             inference_compiler=inference,
             partition_fn=_partition,
-            decompositions={**torch._decomp.core_aten_decompositions()},
+            decompositions=decompositions,
         )
         return backend(module, inputs)
 

@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import ops
 from ops import direct_convolution, precision
@@ -19,6 +20,7 @@ from ops.convolution import Geometry
 from tests.accuracy import check, check_not_finite, draw_grad_output, run
 from tests.chains import L19, Problem, doubled, make_arguments
 from tests.images import CONV2D_GELU, round_to_tf32
+from tests.ops.opened import Opened
 from triton_kernels import convolution_hopper, hopper, weight_gradient_hopper
 from triton_kernels.chains import CONV_TRANSPOSE2D_GELU_GROUP_NORM
 from triton_kernels.image_statistics import PartialStatistics
@@ -354,6 +356,18 @@ def test_compiled(on_hopper, allow_tf32, few_at_a_time, format, allowed):
             assert results[name].stride() == expected[name].stride(), name
         assert results["weight"].stride() == arguments["weight"].stride()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("contraction", [nn.ConvTranspose2d, nn.Conv2d])
+def test_a_transposed_convolution_stays_closed(on_hopper, contraction):
+    """In a compiled graph, where the kernels here win more than an open norm; a plain one is PyTorch's there."""
+    opened = Opened(nn.Sequential(contraction(16, 16, 3), nn.GELU(), nn.GroupNorm(4, 16)).bfloat16())
+    input = torch.randn(2, 16, 6, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    opened(input.requires_grad_()).sum().backward()
+    text = "gelu -> group_norm -> mul -> add"
+    is_closed = contraction is nn.ConvTranspose2d
+    assert opened.chains == [f"conv_transpose2d -> add -> {text}" if is_closed else text]
+    assert ("normfuse.statistics.default" in opened.names()) is not is_closed
 
 
 def test_gradients_only_where_asked_for(on_hopper, allow_tf32, few_at_a_time):

@@ -250,15 +250,6 @@ def test_the_text_has_what_statistics_depend_on():
     assert texts[0] == texts[1]
 
 
-def test_a_transposed_convolution_stays_closed():
-    """Where the kernels here win."""
-    layers = nn.Sequential(nn.ConvTranspose2d(16, 16, 3), nn.GELU(), nn.GroupNorm(4, 16)).bfloat16()
-    opened = Opened(layers)
-    opened(draw(*SHAPE, dtype=torch.bfloat16)).sum().backward()
-    assert opened.chains == ["conv_transpose2d -> add -> gelu -> group_norm -> mul -> add"]
-    assert "normfuse.statistics.default" not in opened.names()
-
-
 def test_a_copied_model():
     model = nn.Sequential(nn.Conv2d(16, 16, 1), nn.GroupNorm(4, 16), nn.ReLU())
     opened = Opened(copied := copy.deepcopy(model))
