@@ -22,7 +22,6 @@ from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
 from ops.inductor import tensors_in
 from ops.plan import Plan
 from triton_kernels.chain import Chain
-from triton_kernels.device import why_unsupported
 
 _PLANS: dict[Any, tuple[str, Callable[..., Plan]]] = {
     getattr(operator, overload): (direction, plan_of)
@@ -197,11 +196,7 @@ class _Watch(TorchDispatchMode):
         """A chain that runs as plain PyTorch, forward and backward."""
         if is_fake(input):  # a compiler's
             return
-        reason = "kernels run on GPUs"
-        if input.device.type == "cuda":
-            reason = why_unsupported(input.device.index) or "there are no channels"
-        if input.dtype not in precision.KERNEL_DTYPES:
-            reason = _other_dtype(input.dtype)
+        reason = precision.why_no_kernels(input) or "there are no channels"
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
 
 
@@ -233,10 +228,6 @@ def _in_pytorch(call: Call, row: list, gradient: torch.Tensor | None) -> float |
             return _seconds(run)
     except RuntimeError:
         return None
-
-
-def _other_dtype(dtype: Any) -> str:
-    return f"kernels take float32, bfloat16 and float16, not {precision.name_of(dtype)}"
 
 
 def _explained(text: str, direction: str, plan: Plan, device: torch.device) -> ExplainedCall:
@@ -346,7 +337,7 @@ def _reason(node: Node, given: dict[str, Any]) -> str:
     """Why a contraction or a norm is in no chain."""
     dtype = getattr(example(given["input"]), "dtype", None)
     if dtype not in precision.KERNEL_DTYPES:
-        return _other_dtype(dtype)
+        return precision.other_dtype(dtype)
     if rewriting.REFUSAL in node.meta:
         return node.meta[rewriting.REFUSAL]
     while len(node.users) == 1 and bound(user := next(iter(node.users)))[0] == "same":

@@ -24,18 +24,25 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Whether the kernels take this tensor: float32, bfloat16 or float16, on a GPU. In Triton's interpreter also on
-    the CPU.
+def other_dtype(dtype: Any) -> str:
+    """That the kernels take other dtypes than this."""
+    return f"kernels take float32, bfloat16 and float16, not {name_of(dtype)}"
 
-    Where the GPU is none that they are compiled for, one warning for each says so.
-    """
+
+def why_no_kernels(tensor: torch.Tensor) -> str:
+    """Why the kernels do not take this tensor, or nothing where they do: float32, bfloat16 or float16, on a GPU. In
+    Triton's interpreter also on the CPU."""
     if tensor.dtype not in KERNEL_DTYPES:
-        return False
-    if tensor.device.type != "cuda":
-        return INTERPRETED and tensor.device.type == "cpu"
-    reason = why_unsupported(tensor.device.index)
-    if reason:
+        return other_dtype(tensor.dtype)
+    if tensor.device.type == "cuda":
+        return why_unsupported(tensor.device.index)
+    return "" if INTERPRETED and tensor.device.type == "cpu" else "kernels run on GPUs"
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take this tensor. Where its GPU is none that they are compiled for, one warning says so."""
+    reason = why_no_kernels(tensor)
+    if reason and tensor.device.type == "cuda" and tensor.dtype in KERNEL_DTYPES:
         warn_once(tensor.device, f"{reason}: PyTorch's own functions run instead")
     return not reason
 

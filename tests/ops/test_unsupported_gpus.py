@@ -1,5 +1,6 @@
 """Promise: on a GPU that the kernels do not run on, PyTorch's own functions do, and one sentence says so."""
 
+import sys
 import types
 import warnings
 
@@ -41,6 +42,15 @@ def test_pytorch_runs_instead(reason):
             result = ops.group_norm(input, 4, weight, bias, after=(ops.pointwise.silu(),))
             assert (result.shape, result.device.type) == (input.shape, "cuda")
     assert [str(each.message) for each in caught] == [f"{reason}: PyTorch's own functions run instead"]
+
+
+def test_explain_says_so(reason, monkeypatch):
+    monkeypatch.setattr(sys.modules["ops.explain"], "is_fake", lambda tensor: False)  # which these are
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        input, weight, bias = fakes()
+        (call,) = ops.explain(ops.group_norm, input, 4, weight, bias).calls
+    assert call.reason == reason and f"plain PyTorch: {reason}" in str(call)
 
 
 def test_nothing_is_said_where_kernels_run(monkeypatch):
