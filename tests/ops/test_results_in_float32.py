@@ -16,6 +16,7 @@ from ops import convolution, functions, precision
 from ops import pointwise as p
 from ops.backend import normfuse
 from ops.rewriting import rewrite
+from tests.chains import biased
 from tests.ops.graphs import compiled, evaluated
 from triton_kernels.pointwise import ADD, MUL
 
@@ -79,7 +80,7 @@ CASES = {
     ),
     "a large vector behind a convolution": (
         ops.Chain("conv2d", before=(ADD,)), (), 4, [(2, 8, 9, 9), (16, 8, 3, 3), (16,), (16,), (16,), (16,)],
-        lambda r, x, w, v, large, m, b: F.group_norm(r(F.conv2d(x, w, v)) + large[:, None, None], 4, m, b),
+        lambda r, x, w, v, large, m, b: F.group_norm(r(biased(F.conv2d(x, w), v)) + large[:, None, None], 4, m, b),
     ),
     "rows": (
         ops.Chain("", before=(SILU,)), (), 8, [(96, 128), None, (128,), (128,)],
@@ -99,11 +100,11 @@ CASES = {
     ),
     "conv2d": (
         ops.Chain("conv2d", after=(SILU,)), (), 4, [(2, 8, 9, 9), (16, 8, 3, 3), (16,), (16,), (16,)],
-        lambda r, x, w, v, m, b: F.silu(F.group_norm(r(F.conv2d(x, w, v)), 4, m, b)),
+        lambda r, x, w, v, m, b: F.silu(F.group_norm(r(biased(F.conv2d(x, w), v)), 4, m, b)),
     ),
     "conv_transpose2d": (
         functions.L19["none"], (), 4, [(2, 8, 9, 9), (8, 16, 3, 3), (16,), (16,), (16,)],
-        lambda r, x, w, v, m, b: F.group_norm(F.gelu(r(F.conv_transpose2d(x, w, v))), 4, m, b),
+        lambda r, x, w, v, m, b: F.group_norm(F.gelu(r(biased(F.conv_transpose2d(x, w), v))), 4, m, b),
     ),
 }  # fmt: skip
 
