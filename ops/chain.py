@@ -233,6 +233,7 @@ class Chain(triton_kernels.chain.Chain):
     def _reduce_after(self, row, num_groups, eps, result) -> Tensor:
         """The row minimum by PyTorch, of groups that no program holds whole."""
         input, *_, bias = row
+        plain.tell(self, input, f"of groups wider than {WIDEST_GROUP}, the row minimum alone")
         normalized = _without_reduction(self).apply((*row[:-1], None), (), num_groups, eps, (), result)
         minimum = normalized.min(dim=1, keepdim=True)[0]
         return minimum if bias is None else (minimum + bias).to(minimum.dtype)

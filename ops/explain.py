@@ -192,11 +192,10 @@ class _Watch(TorchDispatchMode):
             theirs = _in_pytorch(call, row, gradient) if row else None
             self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
-    def note(self, chain: Chain, input: torch.Tensor) -> None:
+    def note(self, chain: Chain, input: torch.Tensor, reason: str) -> None:
         """A chain that runs as plain PyTorch, forward and backward."""
         if is_fake(input):  # a compiler's
             return
-        reason = precision.why_no_kernels(input) or "there are no channels"
         self.calls.append(ExplainedCall(chain.kernel, "forward", input.device, reason=reason))
 
 

@@ -283,12 +283,14 @@ class _Pass:
                     copy = self._call(user, aten.view.default, node, list(value.shape))
             else:
                 strides: Any = value.stride()
-                order = sorted(range(value.ndim), key=lambda axis: (-strides[axis], axis))
+                axes = list(range(value.ndim))
+                order = sorted(axes, key=lambda axis: (-strides[axis], axis))
+                moves = order != axes  # Inductor 2.13 fails at the strides of a view of some open sizes
                 with self._graph.inserting_before(user):
-                    moved = self._call(user, aten.permute.default, node, order)
-                    copied = self._call(user, aten.clone.default, moved, memory_format=torch.contiguous_format)
-                    back = [order.index(axis) for axis in range(value.ndim)]
-                    copy = self._call(user, aten.permute.default, copied, back)
+                    moved = self._call(user, aten.permute.default, node, order) if moves else node
+                    copy = self._call(user, aten.clone.default, moved, memory_format=torch.contiguous_format)
+                    if moves:
+                        copy = self._call(user, aten.permute.default, copy, [order.index(axis) for axis in axes])
             self._copies[key] = copy
         return self._copies[key]
 

@@ -73,6 +73,8 @@ def stays_closed(contraction: str, given: dict[str, Any]) -> bool:
     values = example(given["input"]), example(given["weight"])
     if contraction == "conv2d" or not all(isinstance(each, torch.Tensor) and each.ndim == 4 for each in values):
         return False
+    if precision.why_no_kernels(values[0]):
+        return False
     try:
         sizes = dict(zip(convolution.DEFAULTS, convolution.in_order(contraction, values[1], given), strict=True))
         geometry = convolution.check(True, *values, **sizes)

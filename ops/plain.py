@@ -42,8 +42,14 @@ def apply(
     return result if last is None else result + last
 
 
-#: What gets each chain that runs here in this thread, and its input.
-watcher: ContextVar[Callable[[Chain, Tensor], None] | None] = ContextVar("watcher", default=None)
+#: What gets each chain that runs here in this thread, its input, and why it does.
+watcher: ContextVar[Callable[[Chain, Tensor, str], None] | None] = ContextVar("watcher", default=None)
+
+
+def tell(chain: Chain, input: Tensor, reason: str = "") -> None:
+    """Tell the watcher, if there is one."""
+    if not torch.compiler.is_compiling() and (note := watcher.get()):
+        note(chain, input, reason or precision.why_no_kernels(input) or "an operand has no elements")
 
 
 def in_widest_dtype(
@@ -51,8 +57,7 @@ def in_widest_dtype(
 ) -> Tensor:
     """The same in the widest of the tensors' dtypes, which differ only under autocast, with a result of this dtype."""
     input = row[0]
-    if not torch.compiler.is_compiling() and (note := watcher.get()):
-        note(chain, input)
+    tell(chain, input)
     dtype = functools.reduce(torch.promote_types, (each.dtype for each in row if each is not None), result)
     widened = [each if each is None else each.to(dtype) for each in row]
     with precision.without_autocast(input.device):

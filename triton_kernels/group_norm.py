@@ -59,7 +59,7 @@ class GroupNormConfig:
         blocks = self.blocks(group_size)
         return 0 if blocks["BLOCK_G"] * blocks["BLOCK_GROUP"] >= 8 * 32 * self.num_warps else None
 
-    def blocks(self, group_size: int) -> dict[str, int]:
+    def blocks(self, group_size: int) -> dict[str, Any]:
         block_group = next_power_of_2(group_size)
         return {
             "BLOCK_M": self.block_m,
@@ -180,7 +180,7 @@ def group_norm_backward_kernel(
     columns, real, offsets, inside = place_tile(
         first_row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP
     )
-    vectors = load_vectors(operands, columns, real, CHAIN)
+    vectors = load_vectors(operands, columns, real, CHAIN, WIDE=False)
     for row in tl.range(first_row, tl.minimum(first_row + rows_per_program, M), BLOCK_M, num_stages=STAGES):
         columns, real, offsets, inside = place_tile(
             row, group, M, num_groups, GROUP_SIZE, BLOCK_M, BLOCK_G, BLOCK_GROUP

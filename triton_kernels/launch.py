@@ -122,18 +122,19 @@ def launch(
     device: torch.device,
     *arguments: Any,
     config: Any = None,
+    overlaps: bool = True,
     **options: Any,
 ) -> None:
     """``kernel[grid](*arguments, **options)`` on ``device``, or a note of it where a plan is being made.
 
     Triton itself would launch on the current device. ``config`` is what grid and options follow from; notes have it.
-    Nothing is launched on an empty grid.
+    Unless it ``overlaps``, the launch waits for the kernel before it. Nothing is launched on an empty grid.
     """
     if 0 in grid:
         return
     if not INTERPRETED:
         options["enable_fp_fusion"] = True  # the interpreter has no such option
-        if architecture(device) >= 90:
+        if overlaps and architecture(device) >= 90:
             options["launch_pdl"] = True
     if notes := _notes.get():
         notes.launch(kernel, grid, arguments, options, config)

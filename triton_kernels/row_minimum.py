@@ -95,12 +95,12 @@ def store_row_minimum(
         offset = tile.to(tl.int64) * M + rows
         found = (group_least == tl.expand_dims(least, 1)) | (group_least != group_least)  # a NaN is the least
         winner = tl.min(tl.where(found, INDICES(GROUPS)[None, :], GROUPS), 1)
+        tl.store(saved_group + offset, group + winner, mask=row_inside)
         of_winner = bit_mask(INDICES(GROUPS)[None, :] == winner[:, None])
         winner_rstd = tl.reduce(rstd.to(tl.int32, bitcast=True) & of_winner, 1, either)
+        tl.store(saved_rstd + offset, winner_rstd.to(tl.float32, bitcast=True), mask=row_inside)
         group_bits = normalized.to(tl.int32, bitcast=True) & tl.expand_dims(of_winner, 2)
         winner_normalized = tl.reduce(group_bits, 1, either)
-        tl.store(saved_group + offset, group + winner, mask=row_inside)
-        tl.store(saved_rstd + offset, winner_rstd.to(tl.float32, bitcast=True), mask=row_inside)
         matrix_rows = (row + INDICES(ROWS))[:, None]
         members = INDICES(BLOCK)[None, :]
         target = (tile.to(tl.int64) * M + matrix_rows) * GROUP_SIZE + members

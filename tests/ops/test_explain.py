@@ -58,6 +58,21 @@ def test_text():
     assert str(ops.Explanation(())) == "no chain of ops ran"
 
 
+@pytest.mark.parametrize(
+    "function, shapes, groups, reason",
+    [
+        (ops.linear_group_norm_min, [(2, 8), (8200, 8)], 1, "of groups wider than 8192, the row minimum alone"),
+        (ops.linear_group_norm_hardtanh, [(4, 0), (8, 0)], 2, "an operand has no elements"),
+        (ops.group_norm_hardtanh, [(4, 0, 3)], 1, "an operand has no elements"),
+    ],
+)
+def test_what_pytorch_computes(function, shapes, groups, reason):
+    tensors = [torch.randn(shape) for shape in shapes]
+    linear_bias = [None] * (len(tensors) - 1)
+    (call, *_) = ops.explain(function, *tensors, *linear_bias, groups).calls
+    assert call.reason == reason
+
+
 def test_a_tables_config(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path))
     lookup.forget()

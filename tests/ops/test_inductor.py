@@ -186,6 +186,21 @@ def test_open_sizes():
     assert [call.__name__ for call in inductor.calls.values()] == ["look_up"]
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("convolution", [{}, {"stride": 2, "padding": 1}], ids=str)
+def test_images_of_open_sizes(convolution, trains):
+    """They lie as channels_last between contiguous ones."""
+    net = nn.Sequential(nn.Conv2d(4, 8, 3, **convolution), nn.GroupNorm(4, 8), nn.SiLU())
+    graph = compiled(net, dynamic=True)
+    for height, width in (8, 9), (11, 10):
+        image = torch.randn(2, 4, height, width)
+        result, expected = graph(image), net(image)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, check_stride=True)
+        if trains:
+            found, others = (torch.autograd.grad(each.square().sum(), net.parameters()) for each in (result, expected))
+            torch.testing.assert_close(found, others, rtol=1e-3, atol=1e-4)
+
+
 def test_an_odd_address():
     """An input that is not aligned as others is looked up in each call."""
     memory, weight = torch.randn(8 * 16 + 4), draw()[1]
@@ -292,3 +307,15 @@ print("the same")
 def test_cpp_wrapper(backend, tmp_path):
     """Calls with a single result, in inference, forward and backward."""
     assert run(tmp_path, CPP, backend) == ["the same"]
+
+
+def test_without_a_gpu(tmp_path):
+    """A convolution that Hopper's kernels would keep closed is PyTorch's, as is all else."""
+    program = """
+        import torch, ops
+        from torch import nn
+        net = nn.Sequential(nn.ConvTranspose2d(8, 8, 3), nn.GELU(), nn.GroupNorm(4, 8)).bfloat16()
+        image = torch.randn(2, 8, 6, 6).bfloat16()
+        torch.testing.assert_close(torch.compile(net, backend="normfuse")(image), net(image), rtol=0.02, atol=0.02)
+    """
+    run(tmp_path, program, interpreted=False)

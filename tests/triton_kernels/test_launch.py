@@ -9,8 +9,13 @@ import torch
 
 import triton_kernels
 from autotune_configs.offline import compile_launches
+from triton_kernels.activations import SILU
+from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_split import LinearSplitConfig, SplitOperand
+from triton_kernels.image_group_norm import image_group_norm
+from triton_kernels.image_statistics import image_statistics
+from triton_kernels.image_tiles import ImageNormConfig, ImageSumsConfig
 from triton_kernels.launch import call as do
 from triton_kernels.launch import launch, noted_in
 from triton_kernels.linear import LinearConfig, linear
@@ -103,6 +108,25 @@ def test_warps_of_their_own_begin_after_the_wait():
     wait = compiled.ptx.index("griddepcontrol.wait")
     barrier = compiled.ptx.index("barrier.sync", wait)
     assert copies and wait < barrier
+
+
+@pytest.mark.offline
+def test_sums_of_images_do_not_overlap(monkeypatch):
+    """They mostly follow cuDNN's convolutions, behind which that takes longer; the pass behind them does."""
+    overlaps = {}
+
+    class Notes:
+        def launch(self, kernel, grid, arguments, options, config):
+            overlaps[kernel.fn.__name__] = options.get("launch_pdl", False)
+
+    monkeypatch.setattr("triton_kernels.launch.architecture", lambda device: 90)
+    image, vectors = torch.empty(2, 32, 64, device=META), [torch.empty(32, device=META) for _ in range(2)]
+    chain = Chain("", before=(), after=(SILU,))
+    with noted_in(Notes()):
+        statistics = image_statistics(image, 4, 1e-5, ImageSumsConfig.fit(image), chain, (*vectors, None))
+        config = ImageNormConfig.fit(image)
+        image_group_norm(image, statistics, chain, (*vectors, None), config, output=torch.empty_like(image))
+    assert overlaps == {"statistics_kernel": False, "apply_kernel": True}
 
 
 def test_notes_take_the_place_of_launches_and_calls():
