@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
-from ops import open_norms, operators, plain, precision, rewriting
+from ops import open_norms, operators, plain, pooling, precision, rewriting
 from ops.calls import Call, parse
 from ops.capture import in_parts
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
@@ -23,16 +23,23 @@ from ops.inductor import tensors_in
 from ops.plan import Plan
 from triton_kernels.chain import Chain
 
-_PLANS: dict[Any, tuple[str, Callable[..., Plan]]] = {
-    getattr(operator, overload): (direction, plan_of)
+
+def _chain(text: str) -> str:
+    return parse(text).text
+
+
+#: By operator: what makes a title of its first argument, the call's direction, and what finds its plan.
+_PLANS: dict[Any, tuple[Callable[[str], str], str, Callable[..., Plan]]] = {
+    getattr(operator, overload): (_chain, direction, plan_of)
     for operator, direction, plan_of in (
         (operators.FORWARD, "forward", operators.forward_plan),
         (operators.BACKWARD, "backward", operators.backward_plan),
     )
     for overload in ("default", "one")
 } | {
-    torch.ops.normfuse.statistics.default: ("statistics", open_norms.statistics_plan),
-    torch.ops.normfuse.sums.default: ("sums", open_norms.sums_plan),
+    torch.ops.normfuse.statistics.default: (_chain, "statistics", open_norms.statistics_plan),
+    torch.ops.normfuse.sums.default: (_chain, "sums", open_norms.sums_plan),
+    torch.ops.normfuse.max_pool_backward.default: (pooling.title, "gradient", pooling.backward_plan),
 }
 
 
@@ -67,7 +74,7 @@ class ExplainedCall:
     Args:
         chain: The chain with the call's numbers.
         direction: "forward" or "backward"; of an open norm in a compiled graph, which is Inductor's beside these,
-            "statistics" or "sums".
+            "statistics" or "sums"; of a max pooling there, "gradient".
         device: Where it runs.
         steps: What runs, in order.
         result_bytes: Memory of the result, or of the gradients.
@@ -168,28 +175,27 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in _PLANS:
-            direction, make_plan = _PLANS[function]
+            title, direction, make_plan = _PLANS[function]
             plan = make_plan(*args)
             if self._keeps:
                 self._given[len(self.calls)] = plan, args
-            self.calls.append(_explained(parse(args[0]).text, direction, plan, tensors_in(args)[0].device))
+            self.calls.append(_explained(title(args[0]), direction, plan, tensors_in(args)[0].device))
         return result
 
     def measure(self) -> None:
         """Time each call that was kept, and the same in PyTorch's functions."""
         rows: dict[str, list[list]] = {}
         for place, (plan, (text, *given)) in self._given.items():
-            call = parse(text)
             row, gradient = None, None
             if self.calls[place].direction == "forward":
-                row = operators.spread(call, given[0])
+                row = operators.spread(parse(text), given[0])
                 if given[1]:
                     rows.setdefault(text, []).append(row)
             elif self.calls[place].direction == "backward":
                 _, gradient, tensors, _ = given
                 row = _row_with(tensors, rows.get(text, []))
             seconds = _seconds(functools.partial(plan.run, tensors_in(given)))
-            theirs = _in_pytorch(call, row, gradient) if row else None
+            theirs = _in_pytorch(parse(text), row, gradient) if row else None
             self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
     def note(self, chain: Chain, input: torch.Tensor, reason: str) -> None:

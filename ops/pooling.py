@@ -135,7 +135,13 @@ def _read(words: str) -> list[PooledAxis]:
     return [PooledAxis(*row) for row in ast.literal_eval(rows)]
 
 
-def _backward_plan(words: str, gradient: Tensor, chosen: Tensor) -> Plan:
+def title(words: str) -> str:
+    """What PyTorch calls a pooling that the operator ``max_pool_backward`` is given in words."""
+    return f"max_pool{len(_read(words))}d"
+
+
+def backward_plan(words: str, gradient: Tensor, chosen: Tensor) -> Plan:
+    """The plan that the operator ``max_pool_backward`` runs for these arguments."""
     key = words, *layouts_of([gradient, chosen])
     return _plans.get(key) or _plans.add(key, _make_backward(_read(words), gradient, chosen))
 
@@ -159,7 +165,7 @@ def _input_gradient(axes: list[PooledAxis], gradient: Tensor, chosen: Tensor) ->
 define(
     "max_pool_backward",
     "(str words, Tensor gradient, Tensor chosen) -> Tensor",
-    _backward_plan,
+    backward_plan,
     lambda words, gradient, chosen: [_input_gradient(_read(words), gradient, chosen)],
 )
 

@@ -184,6 +184,19 @@ def test_a_compiled_model(options):
     ]
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_pooling():
+    """Its gradient, which is gathered."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, bias=False), nn.GroupNorm(4, 8), nn.ReLU(), nn.MaxPool2d(3, 2))
+    told = ops.explain(torch.compile(model, backend="normfuse"), torch.randn(2, 4, 9, 9), measure_times=True).calls
+    assert [(each.direction, each.chain.partition("(")[0], each.steps[0].name) for each in told] == [
+        ("statistics", "group_norm", "statistics_kernel"),
+        ("gradient", "max_pool2d", "max_pool_backward_kernel"),
+        ("sums", "group_norm", "sums_kernel"),
+    ]
+    assert all(each.seconds for each in told)
+
+
 def test_what_is_left():
     explanation = ops.explain(Mixed(), torch.randn(8, 16))
     chains = ["group_norm(4, 1e-05) -> mul -> add -> relu", "linear -> add -> add tensor"]
