@@ -2,7 +2,8 @@
 
 Such a graph's tensors lie in memory as they did when it was compiled, so a plan that was found once is the plan of all
 its calls. Where a size is open, or an address may have any alignment, the plan is looked up in each call. Plans are
-made, and their kernels compiled, by threads while Inductor compiles the rest of the graph.
+made, and their kernels compiled, by threads while Inductor compiles the rest of the graph: of open sizes those of the
+call that it is compiled for.
 
 Inductor asks a registry how an operator's call is written. Where that is gone, graphs call the operators.
 """
@@ -36,7 +37,7 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
 
         def look_up(*tensors: torch.Tensor) -> list[torch.Tensor]:
             if (begun := _begun.pop(words, None)) is not None:
-                concurrent.futures.wait([begun])  # what went wrong there is told by what is made here
+                concurrent.futures.wait(begun.values())  # what went wrong there is told by what is made here
             plan = PLANS[name](*_filled(arguments, iter(tensors)))
             if layouts:
                 self[words] = plan.function
@@ -48,8 +49,8 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
 
 calls = _Calls()
 
-#: By the same words: the plans that threads make.
-_begun: dict[str, concurrent.futures.Future[Plan]] = {}
+#: By the same words, and by how the tensors lie in memory: the plans that threads make.
+_begun: dict[str, dict[str, concurrent.futures.Future[Plan]]] = {}
 _MOST_THREADS = 8
 
 
@@ -123,7 +124,8 @@ def reset() -> None:
     """Forget what compiled graphs hold on to: the functions that they call, and CUDA graphs with their memory."""
     calls.clear()
     for begun in _begun.values():
-        begun.cancel()
+        for each in begun.values():
+            each.cancel()
     _begun.clear()
     if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
         trees.reset_cudagraph_trees()
@@ -142,26 +144,33 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
         for each in arguments
     ]
     # fmt: on
-    name, described = node.op_overload.__name__, _described(tensors, V.graph.unaligned_buffers)
+    name, described, are_known = node.op_overload.__name__, *_described(tensors, V.graph.unaligned_buffers)
     layouts = f"{described[0].device}: {', '.join(map(str, described))}" if described else ""
-    words = repr((name, without_tensors, layouts))
-    is_known = words in calls or words in _begun
-    if described and not is_known and config.compile_threads != 1 and not tuning.is_on():  # which would sweep there
-        _begun[words] = _threads().submit(lambda: PLANS[name](*_filled(without_tensors, iter(described))))
+    words = repr((name, without_tensors, layouts if are_known else ""))
+    is_made = (are_known and words in calls) or layouts in _begun.get(words, {})
+    if described and not is_made and config.compile_threads != 1 and not tuning.is_on():  # which would sweep there
+        begun = _threads().submit(lambda: PLANS[name](*_filled(without_tensors, iter(described))))
+        _begun.setdefault(words, {})[layouts] = begun
     V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
     given = ", ".join([each.codegen_reference() for each in tensors])
     is_list = isinstance(node.op_overload._schema.returns[0].type, torch.ListType)
     writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
 
 
-def _described(tensors: list[Any], unaligned: Container[str]) -> list[_Described]:
-    """Inductor's tensors as they lie in memory, where that is the same in all calls; else none."""
-    found = []
+def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Described], bool]:
+    """Inductor's tensors as they lie in memory in the call that it compiles for, and whether that is the same in all
+    calls. No tensors, where values decide a size."""
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    found, are_known, hint = [], True, V.graph.sizevars.optimization_hint
     for each in tensors:
-        sizes, strides, offset = each.get_size(), each.get_stride(), each.get_layout().offset
-        are_known = all(isinstance(size, int) or size.is_number for size in (*sizes, *strides, offset))
-        if each.get_name() in unaligned or not are_known:
-            return []
-        shape, strides = torch.Size(map(int, sizes)), tuple(map(int, strides))
-        found.append(_Described(shape, strides, each.get_dtype(), each.get_device(), int(offset)))
-    return found
+        shape, strides, offset = each.get_size(), each.get_stride(), each.get_layout().offset
+        numbers = (*shape, *strides, offset)
+        if free_unbacked_symbols(numbers):
+            return [], False
+        are_known &= each.get_name() not in unaligned
+        are_known &= all(isinstance(number, int) or number.is_number for number in numbers)
+        places = torch.Size(map(hint, shape)), tuple(map(hint, strides))
+        found.append(_Described(*places, each.get_dtype(), each.get_device(), hint(offset)))
+    return found, are_known

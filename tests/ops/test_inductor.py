@@ -146,12 +146,14 @@ class Model(nn.Module):
         return nn.functional.hardtanh(self.last(self.head(y.flatten(1))))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_plans_are_made_meanwhile(makers, threads):
+@pytest.mark.parametrize("threads, dynamic", [(1, False), (2, False), (2, True)])
+def test_plans_are_made_meanwhile(makers, threads, dynamic):
     """By threads while Inductor compiles, and the first call finds them: no plan is made twice."""
     torch.manual_seed(0)
-    model, input = Model(), torch.randn(2 + threads, 3, 10, 10)  # new to all that is kept
+    model, input = Model(), torch.randn(2 + threads + 9 * dynamic, 3, 10, 10)  # new to all that is kept
     with torch._inductor.config.patch(compile_threads=threads):
+        if dynamic:
+            torch._dynamo.mark_dynamic(input, 0)
         graph = compiled(model)
         for _ in range(2):
             gradients = torch.autograd.grad(graph(input).square().sum(), model.parameters())
