@@ -163,14 +163,20 @@ def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Des
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    found, are_known, hint = [], True, V.graph.sizevars.optimization_hint
+    def number(size: Any) -> int:
+        return int(size) if _is_known(size) else V.graph.sizevars.optimization_hint(size)
+
+    found, are_known = [], True
     for each in tensors:
         shape, strides, offset = each.get_size(), each.get_stride(), each.get_layout().offset
         numbers = (*shape, *strides, offset)
         if free_unbacked_symbols(numbers):
             return [], False
-        are_known &= each.get_name() not in unaligned
-        are_known &= all(isinstance(number, int) or number.is_number for number in numbers)
-        places = torch.Size(map(hint, shape)), tuple(map(hint, strides))
-        found.append(_Described(*places, each.get_dtype(), each.get_device(), hint(offset)))
+        are_known &= each.get_name() not in unaligned and all(map(_is_known, numbers))
+        places = torch.Size(map(number, shape)), tuple(map(number, strides))
+        found.append(_Described(*places, each.get_dtype(), each.get_device(), number(offset)))
     return found, are_known
+
+
+def _is_known(size: Any) -> bool:
+    return isinstance(size, int) or size.is_number
