@@ -2,7 +2,7 @@
 
 From compute capability 9.0 on, a kernel is launched while the kernel before it in the stream is ending (programmatic
 dependent launch, CUDA C++ Programming Guide). Its first statement, ``wait_for_launch_before``, waits until that
-kernel's results are written.
+kernel's results are written. A launch that does not overlap begins when that kernel has ended.
 """
 
 import contextlib
