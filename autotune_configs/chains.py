@@ -65,7 +65,7 @@ class NamedChain:
         if not self.is_linear:
             return False
         M, K, N = sizes
-        return float32_by_cublas(M, K) if dtype == "float32" else gpu is not None and gpu.prefers_cublas(M, N, K)
+        return float32_by_cublas(M, N, K) if dtype == "float32" else gpu is not None and gpu.prefers_cublas(M, N, K)
 
     def problems(
         self, sizes: tuple[int, ...], dtype: str, passes: tuple[str, ...], gpu: Gpu | None = None
@@ -146,8 +146,8 @@ def linear_problems(
         ],
         "backward": [
             *norm["backward"],
-            *([of_product(LINEAR.kernel, M, K, N, 1)] if multiplies_back and not float32_by_cublas(M, N) else []),
-            *([of_product(LINEAR.kernel, N, K, M, 1)] if multiplies_back and not float32_by_cublas(N, M) else []),
+            *([of_product(LINEAR.kernel, M, K, N, 1)] if multiplies_back and not float32_by_cublas(M, K, N) else []),
+            *([of_product(LINEAR.kernel, N, K, M, 1)] if multiplies_back and not float32_by_cublas(N, K, M) else []),
         ],
     }
     return [problem for direction in PASSES if direction in passes for problem in looked_up[direction]]

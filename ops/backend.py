@@ -2,12 +2,13 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from ops import inductor, layouts, rewriting
+from ops import float32_products, inductor, layouts, rewriting
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +53,12 @@ def normfuse(
     return torch._inductor.compile(module, list(example_inputs), options=given)
 
 
-#: By the name of Inductor's option the pass over graphs with open norms.
-_PASSES = {"joint_custom_pre_pass": layouts.lay_out, "joint_custom_post_pass": layouts.hold_apart}
+#: By the name of Inductor's option a pass over graphs behind autograd.
+_PASSES = {
+    "joint_custom_pre_pass": layouts.lay_out,
+    "joint_custom_post_pass": layouts.hold_apart,
+    **({"post_grad_custom_post_pass": float32_products.take_over} if float32_products.IS_ON else {}),
+}
 
 
 def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
@@ -64,6 +69,8 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
     others = getattr(config, name) if others is None else others
     passes = [others] if callable(others) else list(others or ())
 
+    module = sys.modules[change.__module__]
+
     class Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             for each in (*passes, change):
@@ -71,7 +78,7 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            return (inspect.getsource(layouts), change.__name__, *known) if all(known) else None  # from an archive, too
+            return (inspect.getsource(module), change.__name__, *known) if all(known) else None  # from an archive, too
 
     return Pass()
 

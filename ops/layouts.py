@@ -29,7 +29,7 @@ _STATISTICS, _SUMS = "normfuse::statistics", "normfuse::sums"
 _OWN_OPERATORS = {_STATISTICS, _SUMS, "normfuse::max_pool_backward"}
 _CAST = torch.ops.prims.convert_element_type.default
 #: What a node's ``meta`` says of itself alone.
-_OWN = {"val", "tensor_meta", "eager_input_vals"}
+OF_ITSELF = {"val", "tensor_meta", "eager_input_vals"}
 #: How many of a convolution's first arguments are images, and the place of its number of groups.
 _CONVOLUTIONS = {aten.convolution.default: (2, 8), aten.convolution_backward.default: (3, 9)}
 #: Operators, beside pointwise ones, whose results do not depend on how their operands lie in memory.
@@ -314,7 +314,7 @@ class _Pass:
 
     def _call(self, user: Node, target: Any, *arguments: Any, **options: Any) -> Node:
         node = self._graph.call_function(target, arguments, options)
-        node.meta = {name: value for name, value in user.meta.items() if name not in _OWN}
+        node.meta = {name: value for name, value in user.meta.items() if name not in OF_ITSELF}
         node.meta["val"] = self._traced[node] = self._value(node)
         return node
 

@@ -64,8 +64,8 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
 
     - The product has few terms. Tensor cores have an error of about 2e-7 at any depth. cuBLAS's float32 sum has less
       below some hundred terms (6e-7 at 1024).
-    - The product has few rows. There cuBLAS splits the sum into several parts (split-K), which is faster and more
-      precise (an error of 9e-8 in a bias's gradient at 16 x 2048 x 2048).
+    - The product has few rows, columns or results. There cuBLAS splits the sum into several parts (split-K), which is
+      faster and with few rows more precise (an error of 9e-8 in a bias's gradient at 16 x 2048 x 2048).
     - PyTorch is set to use TF32, unless operands are split and the product is large enough for that to pay. The tensor
       cores truncate float32 to TF32 where cuBLAS rounds it: an error of 5.6e-4 against 2.9e-4 at depth 8192 (H200).
     """
@@ -73,7 +73,7 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
     if input.dtype != torch.float32:
         are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
         return are_alike and autotune_configs.prefers_cublas(rows, columns, depth, input.device)
-    if float32_by_cublas(rows, depth):
+    if float32_by_cublas(rows, columns, depth):
         return True
     if float32_parts() == 2:
         return False

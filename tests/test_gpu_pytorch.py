@@ -29,7 +29,7 @@ pytestmark = gpu.MARKS
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROBLEM = Problem(96, 64, 8, 16)
 #: Where float32 is multiplied as parts of it, and a group of L30's spans tiles.
-LARGE = Problem(640, 768, 2, 512)
+LARGE = Problem(1024, 768, 2, 512)
 IMAGES = Problem(4, 64, 8, 8, pixels=(31, 33))
 
 by_chain = pytest.mark.parametrize("chain", [*CHAINS, L19], ids=chain_id)

@@ -4,11 +4,14 @@ At real sizes the chains of ``tests/test_gpu.py`` go this way; here is the produ
 compute-sanitizer), componentwise, and what is left to the kernel that takes any number.
 """
 
+import copy
+
 import pytest
 import torch
 
 import ops
 from ops import precision, products
+from ops.backend import normfuse
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import L30, L75, L94, LINEAR, LINEAR_CHAINS, Problem, chain_id, with_layout
@@ -206,3 +209,25 @@ def test_captured_in_a_graph():
         graph.replay()
         assert torch.equal(output, ops.linear(input, weight))
         assert relative_error(output[17], input[17].double() @ weight.double().T) <= TOLERANCES[2]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_products_of_compiled_graphs(caplog):
+    """Forward and backward, with Inductor: at most cuBLAS's error, and one call in the place of each product."""
+    torch.set_float32_matmul_precision("highest")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1536), torch.nn.Tanh(), torch.nn.Linear(1536, 1024)).to(DEVICE)
+    input = torch.randn(2048, 1024, device=DEVICE, requires_grad=True)
+    exact = copy.deepcopy(model).double()
+
+    def step(function, input):
+        output = function(input)
+        return output, *torch.autograd.grad(output.square().mean(), [input, *function.parameters()])
+
+    expected = step(exact, input.detach().double().requires_grad_())
+    eager = step(model, input)
+    with caplog.at_level("INFO", "ops.backend"):
+        compiled = step(torch.compile(model, backend=normfuse), input)
+    assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 6
+    for want, theirs, ours in zip(expected, eager, compiled, strict=True):
+        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want) + 2 * torch.finfo(torch.float32).eps

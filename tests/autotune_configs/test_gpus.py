@@ -90,5 +90,8 @@ def test_file_name_has_no_folder():
 def test_float32_products_of_few_rows_or_terms(monkeypatch):
     monkeypatch.setattr(gpus, "FEWEST_FLOAT32_ROWS", 512)
     monkeypatch.setattr(gpus, "SHALLOWEST_FLOAT32", 256)
-    assert not gpus.float32_by_cublas(512, 256)
-    assert gpus.float32_by_cublas(511, 256) and gpus.float32_by_cublas(512, 255)
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_COLUMNS", 128)
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 2**17)
+    assert not gpus.float32_by_cublas(512, 256, 256) and not gpus.float32_by_cublas(1024, 128, 256)
+    assert gpus.float32_by_cublas(511, 512, 256) and gpus.float32_by_cublas(512, 256, 255)
+    assert gpus.float32_by_cublas(2048, 127, 256) and gpus.float32_by_cublas(512, 255, 256)

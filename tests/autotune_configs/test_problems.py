@@ -156,6 +156,7 @@ def test_few_rows_or_terms_in_float32_are_cublass(monkeypatch):
     """On a GPU, in any precision. The products of the backward pass have other depths."""
     monkeypatch.setattr(gpus, "SHALLOWEST_FLOAT32", 512)
     monkeypatch.setattr(gpus, "FEWEST_FLOAT32_ROWS", 512)
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 2**18)
     a100 = Gpu.called("NVIDIA A100-SXM4-40GB")
 
     def kernels(*sizes):

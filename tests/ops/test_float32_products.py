@@ -1,0 +1,144 @@
+"""Promise: in compiled graphs, float32 products of known sizes that pay become calls of this project's, and their
+values stay.
+
+A stand-in for Inductor applies the pass to the graphs behind autograd. ``tests/test_gpu_split.py`` runs Inductor.
+"""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+from ops import float32_products, operators
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compiles a function as if all products paid, and keeps the targets of its graphs' nodes."""
+    monkeypatch.setattr(float32_products, "runs_hopper_kernels", lambda device: True)
+    graphs: list[list] = []
+
+    def compile_graph(module, inputs):
+        float32_products.take_over(module.graph)
+        module.recompile()
+        graphs.append([node.target for node in module.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(module.forward)
+
+    def compile(function, **options):
+        return torch.compile(function, backend=aot_autograd(fw_compiler=compile_graph), **options)
+
+    compile.graphs = graphs
+    return compile
+
+
+def taken(graphs):
+    return [graph.count(operators.FORWARD.one) for graph in graphs]
+
+
+def left(graphs):
+    products = aten.mm.default, aten.addmm.default, aten.bmm.default
+    return sum(graph.count(each) for graph in graphs for each in products)
+
+
+MODELS = {
+    "with bias": (lambda: nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16)), [2, 4]),
+    "without bias": (lambda: nn.Linear(32, 48, bias=False), [1, 2]),
+    "attention": (lambda: Attention(), [2, 4]),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, input):
+        return self.attention(input, input, input, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step(compiled, name):
+    """Forward and backward: the products of each layer and of its gradients."""
+    make, counts = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    input = torch.randn(2, 20, 32, requires_grad=True)
+    function = compiled(model, fullgraph=True)
+    results = [each(input) for each in (model, function)]
+    gradients = [torch.autograd.grad(each.square().sum(), [input, *model.parameters()]) for each in results]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    for expected, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert got.stride() == expected.stride()
+    assert taken(compiled.graphs) == counts and left(compiled.graphs) == 0
+
+
+def test_any_strides(compiled):
+    """Operands that are parts of others, transposed or repeated, as einsum and views make them."""
+
+    def function(a, b, c):
+        return a[:, 1:17] @ b.T, torch.addmm(c, a[::2, :16], b.T[:, :20]), torch.einsum("ij,kj->ik", a[:, :16], b)
+
+    torch.manual_seed(0)
+    given = torch.randn(24, 40), torch.randn(32, 16), torch.randn(20)
+    for expected, got in zip(function(*given), compiled(function)(*given), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert taken(compiled.graphs) == [3]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b, c: torch.addmm(c, a, b, beta=0.5),
+        lambda a, b, c: torch.addmm(c, a, b, alpha=2),
+        lambda a, b, c: torch.addmm(c.expand(a.shape[0], -1).contiguous(), a, b),
+        lambda a, b, c: torch.addmm(c[:1], a, b),
+        lambda a, b, c: a.double() @ b.double(),
+        lambda a, b, c: a.bfloat16() @ b.bfloat16(),
+        lambda a, b, c: a.int() @ b.int(),
+        lambda a, b, c: torch.bmm(torch.stack([a, a]), torch.stack([b, b])),
+    ],
+)
+def test_what_is_left(compiled, function):
+    torch.manual_seed(0)
+    given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    torch.testing.assert_close(compiled(function)(*given), function(*given))
+    assert taken(compiled.graphs) == [0] and left(compiled.graphs) == 1
+
+
+@pytest.mark.parametrize("setting, count", [("highest", 1), ("high", 0), ("medium", 0)])
+def test_the_setting_decides(compiled, setting, count):
+    torch.set_float32_matmul_precision(setting)
+    compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
+    assert taken(compiled.graphs) == [count]
+
+
+def test_open_sizes_are_left(compiled):
+    function = compiled(torch.mm, dynamic=True)
+    given = torch.randn(24, 16), torch.randn(16, 32)
+    torch.testing.assert_close(function(*given), torch.mm(*given))
+    assert taken(compiled.graphs) == [0]
+
+
+def test_what_does_not_pay_is_left(compiled, monkeypatch):
+    monkeypatch.setattr(float32_products.precision, "multiplies_by_cublas", lambda *_: True)
+    compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
+    assert taken(compiled.graphs) == [0]
+
+
+@pytest.mark.parametrize("value, is_there", [("0", False), ("off", False), ("1", True), (None, True)])
+def test_the_switch(value, is_there, monkeypatch):
+    import subprocess
+    import sys
+
+    words = "from ops import backend; print('post_grad_custom_post_pass' in backend._PASSES)"
+    if value is None:
+        monkeypatch.delenv(float32_products.SWITCH_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(float32_products.SWITCH_VARIABLE, value)
+    assert subprocess.check_output([sys.executable, "-c", words], text=True).strip() == str(is_there)
