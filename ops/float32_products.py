@@ -47,12 +47,14 @@ def take_over(graph: Graph) -> None:
 
 def _pays(node: Node) -> bool:
     """Whether it is a float32 product on Hopper, of known sizes, for which cuBLAS takes longer."""
-    values: Any = [each.meta["val"] for each in node.args if isinstance(each, Node)]
-    *bias, input, matrix = values
+    values: Any = [each.meta.get("val") for each in node.args if isinstance(each, Node)]
     if len(values) < len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
         return False
+    if not all(isinstance(each, torch.Tensor) for each in (*values, node.meta.get("val"))):
+        return False  # as yet unknown, behind another's pass
     if not all(type(size) is int for each in values for size in (*each.shape, *each.stride())):
         return False
+    *bias, input, matrix = values
     if input.ndim == 3:
         if len(input) != 1:
             return False

@@ -20,6 +20,7 @@ import torch
 import triton
 
 import triton_kernels
+from autotune_configs import gpus
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import (
@@ -40,6 +41,13 @@ from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
+
+
+@pytest.fixture(autouse=True)
+def products_of_few_results(monkeypatch):
+    """Kernels compute them too, as large ones take minutes here."""
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_COLUMNS", 0)
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 0)
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: Kernels that run on some GPUs alone, as their names begin.
