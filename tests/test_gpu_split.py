@@ -213,7 +213,8 @@ def test_captured_in_a_graph():
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_products_of_compiled_graphs(caplog):
-    """Forward and backward, with Inductor: at most cuBLAS's error, and one call in the place of each product."""
+    """Forward and backward, with Inductor: at most cuBLAS's error, and a call in the place of each product. The first
+    layer and its function are a chain, which computes three of the six."""
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1536), torch.nn.Tanh(), torch.nn.Linear(1536, 1024)).to(DEVICE)
@@ -228,6 +229,6 @@ def test_products_of_compiled_graphs(caplog):
     eager = step(model, input)
     with caplog.at_level("INFO", "ops.backend"):
         compiled = step(torch.compile(model, backend=normfuse), input)
-    assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 6
+    assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 3
     for want, theirs, ours in zip(expected, eager, compiled, strict=True):
         assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want) + 2 * torch.finfo(torch.float32).eps
