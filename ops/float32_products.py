@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from ops import operators, precision
 from ops.calls import Call
-from ops.layouts import OF_ITSELF
+from ops.layouts import call_like
 from triton_kernels.chains import LINEAR
 from triton_kernels.hopper import runs_hopper_kernels
 
@@ -71,21 +70,13 @@ def _pays(node: Node) -> bool:
 def _replace(node: Node) -> None:
     *bias, input, matrix = node.args
     is_batch = node.target is aten.bmm.default
-
-    def call(operator: Any, *arguments: Any) -> Node:
-        result = node.graph.call_function(operator, arguments)
-        result.meta = {name: each for name, each in node.meta.items() if name not in OF_ITSELF}
-        with node.meta["val"].fake_mode, torch.no_grad():
-            result.meta["val"] = operator(*map_arg(arguments, lambda each: each.meta["val"]))
-        return result
-
     with node.graph.inserting_before(node):
         if is_batch:
-            input, matrix = (call(aten.select.int, each, 0, 0) for each in (input, matrix))
-        weight = call(aten.permute.default, matrix, [1, 0])
+            input, matrix = (call_like(node, aten.select.int, each, 0, 0) for each in (input, matrix))
+        weight = call_like(node, aten.permute.default, matrix, [1, 0])
         text = replace(_CALL, present=(bool(bias),) * len(LINEAR.steps)).text_in_graph
-        result = call(operators.FORWARD.one, text, [input, weight, *bias], False)
+        result = call_like(node, operators.FORWARD.one, text, [input, weight, *bias], False)
         if is_batch:
-            result = call(aten.unsqueeze.default, result, 0)
+            result = call_like(node, aten.unsqueeze.default, result, 0)
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)

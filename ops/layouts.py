@@ -29,7 +29,7 @@ _STATISTICS, _SUMS = "normfuse::statistics", "normfuse::sums"
 _OWN_OPERATORS = {_STATISTICS, _SUMS, "normfuse::max_pool_backward"}
 _CAST = torch.ops.prims.convert_element_type.default
 #: What a node's ``meta`` says of itself alone.
-OF_ITSELF = {"val", "tensor_meta", "eager_input_vals"}
+_OF_ITSELF = {"val", "tensor_meta", "eager_input_vals"}
 #: How many of a convolution's first arguments are images, and the place of its number of groups.
 _CONVOLUTIONS = {aten.convolution.default: (2, 8), aten.convolution_backward.default: (3, 9)}
 #: Operators, beside pointwise ones, whose results do not depend on how their operands lie in memory.
@@ -171,6 +171,25 @@ def _converts(node: Node) -> bool:
     return is_fast and groups == 1 and all(each.ndim in CHANNELS_LAST for each in values)
 
 
+def computed(node: Node) -> Any:
+    """What fake tensors give for the node, with its arguments as they lie now."""
+    arguments, options = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    mode = next(each.fake_mode for each in tree_leaves((arguments, options)) if hasattr(each, "fake_mode"))
+    with mode, enable_python_dispatcher(), torch.no_grad(), contextlib.ExitStack() as stack:
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        return node.target(*arguments, **options)
+
+
+def call_like(like: Node, target: Any, *arguments: Any, **options: Any) -> Node:
+    """A call that is put into a graph behind autograd where nodes are being inserted. Its ``meta`` is another node's,
+    but for what that says of itself alone."""
+    node = like.graph.call_function(target, arguments, options)
+    node.meta = {name: value for name, value in like.meta.items() if name not in _OF_ITSELF}
+    node.meta["val"] = computed(node)
+    return node
+
+
 class _Pass:
     """One walk over a graph, which gives each node's value its new strides."""
 
@@ -216,22 +235,13 @@ class _Pass:
         if node not in self._stale and not any(each in self._changed for each in node.all_input_nodes):
             return
         try:
-            value = self._value(node)
+            value = computed(node)
         except Exception:  # there is no such view
             self._restore(node)
             return
         if _strides(value) != _strides(node.meta["val"]):
             self._changed.add(node)
         node.meta["val"] = value
-
-    def _value(self, node: Node) -> Any:
-        """What a fake tensor of the node's value is with its arguments as they lie now."""
-        arguments, options = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        mode = next(each.fake_mode for each in tree_leaves((arguments, options)) if hasattr(each, "fake_mode"))
-        with mode, enable_python_dispatcher(), torch.no_grad(), contextlib.ExitStack() as stack:
-            if mode.shape_env is not None:
-                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-            return node.target(*arguments, **options)
 
     def _is_needless(self, node: Node) -> bool:
         """Whether a copy may be left out: of what is computed here, for what reads no strides and shares no memory."""
@@ -313,9 +323,8 @@ class _Pass:
         return self._copies[key]
 
     def _call(self, user: Node, target: Any, *arguments: Any, **options: Any) -> Node:
-        node = self._graph.call_function(target, arguments, options)
-        node.meta = {name: value for name, value in user.meta.items() if name not in OF_ITSELF}
-        node.meta["val"] = self._traced[node] = self._value(node)
+        node = call_like(user, target, *arguments, **options)
+        self._traced[node] = node.meta["val"]
         return node
 
 

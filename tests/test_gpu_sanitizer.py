@@ -49,6 +49,7 @@ def products_of_few_results(monkeypatch):
     monkeypatch.setattr(gpus, "FEWEST_FLOAT32_COLUMNS", 0)
     monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 0)
 
+
 FORMATS = (torch.contiguous_format, torch.channels_last)
 #: Kernels that run on some GPUs alone, as their names begin.
 HOPPER = (

@@ -4,6 +4,9 @@ values stay.
 A stand-in for Inductor applies the pass to the graphs behind autograd. ``tests/test_gpu_split.py`` runs Inductor.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -133,9 +136,6 @@ def test_what_does_not_pay_is_left(compiled, monkeypatch):
 
 @pytest.mark.parametrize("value, is_there", [("0", False), ("off", False), ("1", True), (None, True)])
 def test_the_switch(value, is_there, monkeypatch):
-    import subprocess
-    import sys
-
     words = "from ops import backend; print('post_grad_custom_post_pass' in backend._PASSES)"
     if value is None:
         monkeypatch.delenv(float32_products.SWITCH_VARIABLE, raising=False)
