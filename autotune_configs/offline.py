@@ -6,17 +6,13 @@ would be launched: the same loads, specialisations and options.
 
 import contextlib
 import functools
-import importlib
-import io
-import pickle
 import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import triton
@@ -78,35 +74,6 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLa
     ):
         launch()
     return [_resources(kernel, arch) for kernel in compiled]
-
-
-class _Pickler(pickle.Pickler):
-    """Has functions for kernels by their names."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, triton.runtime.JITFunction):
-            return _named, (value.fn.__module__, value.fn.__name__)
-        return NotImplemented
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
-def written(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> bytes:
-    """A launch on tensors of the "meta" device, for another process to compile."""
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((kernel, arguments, options))
-    return file.getvalue()
-
-
-def compile_written(launch: bytes, arch: int, folder: str) -> None:
-    """Compile it for ``sm_<arch>`` into a folder of Triton's cache, where the process that wrote it finds it."""
-    kernel, arguments, options = pickle.loads(launch)
-    with mock.patch.object(triton.runtime.driver, "_active", _driver(arch)), triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        kernel.device_caches.clear()  # of what this process compiled into another folder
-        kernel.run(*arguments, grid=(1,), warmup=True, **options)
 
 
 @contextlib.contextmanager

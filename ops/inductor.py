@@ -2,8 +2,8 @@
 
 Such a graph's tensors lie in memory as they did when it was compiled, so a plan that was found once is the plan of all
 its calls. Where a size is open, or an address may have any alignment, the plan is looked up in each call. Plans are
-made by threads while Inductor compiles the rest of the graph, and their kernels compiled by its processes: of open
-sizes those of the call that it is compiled for.
+made, and their kernels compiled, by threads while Inductor compiles the rest of the graph: of open sizes those of the
+call that it is compiled for.
 
 Inductor asks a registry how an operator's call is written. Where that is gone, graphs call the operators.
 """
@@ -11,7 +11,6 @@ Inductor asks a registry how an operator's call is written. Where that is gone, 
 import ast
 import concurrent.futures
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable, Container, Iterator
@@ -19,12 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from autotune_configs import tuning
-from ops.plan import Plan, compile_ahead
-
-_log = logging.getLogger(__name__)
+from ops.plan import Plan
 
 #: What finds the plan of a call of an operator, by the operator's name. It takes the operator's arguments. The plan
 #: takes the tensors among them in a row.
@@ -60,9 +56,7 @@ _MOST_THREADS = 8
 
 @functools.cache
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(
-        _MOST_THREADS, "normfuse", initializer=compile_ahead.set, initargs=(_compile_in_process,)
-    )
+    return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "normfuse")
 
 
 def _after_fork() -> None:
@@ -161,25 +155,6 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
     given = ", ".join([each.codegen_reference() for each in tensors])
     is_list = isinstance(node.op_overload._schema.returns[0].type, torch.ListType)
     writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
-
-
-def _compile_in_process(kernel: Any, arguments: tuple, options: dict[str, Any]) -> None:
-    """Compile a kernel in one of Inductor's processes: in a thread, Triton would stop Inductor for half a second.
-
-    Whatever goes wrong, the kernel is then compiled in this process, which tells what it is.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    from autotune_configs import offline
-
-    arch, folder = triton.runtime.driver.active.get_current_target().arch, ""
-    try:
-        launch = offline.written(kernel, arguments, options)
-        while folder != triton.knobs.cache.dir:  # Inductor moves it as its first kernel comes
-            folder = triton.knobs.cache.dir
-            AsyncCompile.process_pool().submit(offline.compile_written, launch, arch, folder).result()
-    except Exception:
-        _log.debug("%s is compiled by a thread", kernel.__name__, exc_info=True)
 
 
 def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Described], bool]:

@@ -11,7 +11,6 @@ the host two thirds of the time of a loop over steps.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -26,13 +25,6 @@ from triton_kernels.grid import blocks_of
 
 #: Buffers that kernels alone use share one allocation, in which they begin at multiples of this many bytes.
 _ALIGNMENT = 256
-
-
-#: What compiles a launch's kernel into Triton's cache before this process asks for it: a function of the kernel, the
-#: arguments and the options.
-compile_ahead: ContextVar[Callable[[Any, tuple, dict[str, Any]], None] | None] = ContextVar(
-    "compile_ahead", default=None
-)
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,8 +126,6 @@ class Planner:
             return
         with launching.current(self._device):
             stand_ins = launching.with_counters(arguments, lambda each: each.stand_in)
-            if ahead := compile_ahead.get():
-                ahead(kernel, stand_ins, options)
             compiled = kernel.run(*stand_ins, grid=grid, warmup=True, **options)
         # As Triton passes them: every parameter in order, among them those that are compiled in.
         bound = kernel.signature.bind(
