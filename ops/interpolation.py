@@ -6,7 +6,6 @@ kernel with what is around it. The forward pass is PyTorch's, which gathers alre
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,12 +91,8 @@ class _Axis:
         place = self.source(output.to(dtype))
         first = place.floor()
         t, first = place - first, first.to(torch.int64)
-        if self.taps == 2:
-            weights = [1 - t, t]
-        else:
-            weights = [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
-        start = 1 - self.taps // 2
-        return [((first + start + i).clamp(0, last), weight) for i, weight in enumerate(weights)]
+        weights = [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
+        return [((first - 1 + i).clamp(0, last), weight) for i, weight in enumerate(weights)]
 
     def terms(self, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """For each place of the windows: which output is there for each input, whether that has a part of it, and how
@@ -109,7 +104,11 @@ class _Axis:
         for i in range(width):
             output = first + i
             inside = (output >= 0) & (output < self.outputs)
-            output = output.clamp(0, self.outputs - 1)
+            output = torch.where(inside, output, 0)
+            if self.taps == 2:  # a few operations instead of many: Inductor handles each again for each term
+                distance = (self.source(output.to(dtype)).clip(max=self.size - 1) - input).abs()
+                found.append((output, inside & (distance < 1), 1 - distance))
+                continue
             parts = [(inside & (part == input), weight) for part, weight in self.parts(output, dtype)]
             is_part = functools.reduce(torch.logical_or, [each for each, _ in parts])
             weights = [torch.where(each, weight, 0.0) for each, weight in parts if weight is not None]
@@ -119,27 +118,28 @@ class _Axis:
 
 def _gather(gradient: Tensor, axes: Sequence[_Axis], dim: int) -> Tensor:
     """The gradient of the inputs along these axes, of which ``dim`` is the first, from that of the outputs."""
-    total: Any = 0.0
-    for terms in itertools.product(*[axis.terms(gradient.dtype, gradient.device) for axis in axes]):
-        values = at(gradient, [each[0] for each in terms], dim)
-        for behind, (_, _, weight) in zip(_countdown(gradient.ndim - dim), terms, strict=False):
-            if weight is not None:
-                values = values * weight.view(-1, *[1] * behind)
-        for behind, (_, is_part, _) in zip(_countdown(gradient.ndim - dim), terms, strict=False):
-            values = torch.where(is_part.view(-1, *[1] * behind), values, 0.0)
-        total = total + values
-    return total
+    terms = [axis.terms(gradient.dtype, gradient.device) for axis in axes]
+
+    def total(*places: Tensor) -> Tensor:
+        """The sum over the windows of the axes that have no place yet."""
+        if len(places) == len(axes):
+            return at(gradient, places, dim)
+        behind = [1] * (gradient.ndim - dim - len(places) - 1)
+        found: Any = 0.0
+        for output, is_part, weight in terms[len(places)]:
+            values = total(*places, output)
+            values = values if weight is None else values * weight.view(-1, *behind)
+            found = found + torch.where(is_part.view(-1, *behind), values, 0.0)
+        return found
+
+    return total()
 
 
 def at(image: Tensor, places: Sequence[Tensor], dim: int = 2) -> Tensor:
     """The image at these places along its axes from ``dim`` on, one row of indices an axis, without a check of them."""
-    rows = [each.view(-1, *[1] * behind) for behind, each in zip(_countdown(len(places)), places, strict=True)]
+    rows = [each.view(-1, *[1] * behind) for behind, each in enumerate(reversed(places))][::-1]
     values: Tensor = _aten._unsafe_index.Tensor(image, [None] * dim + rows)
     return values
-
-
-def _countdown(count: int) -> range:
-    return range(count - 1, -1, -1)
 
 
 def _near(t: Tensor) -> Tensor:
