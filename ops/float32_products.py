@@ -63,7 +63,9 @@ def _pays(node: Node) -> bool:
         and all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
         and runs_hopper_kernels(input.device)
         and precision.float32_parts() == 2
-        and not precision.multiplies_by_cublas(input, matrix.shape[1])
+        and (
+            precision.splits_in_registers(input, matrix.T) or not precision.multiplies_by_cublas(input, matrix.shape[1])
+        )
     )
 
 

@@ -12,7 +12,8 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LinearSplitConfig, split
+from triton_kernels.device import multiprocessor_count
+from triton_kernels.float32_split import LinearRegistersConfig, LinearSplitConfig, split
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
@@ -104,6 +105,10 @@ def affine(
     given: list[Any] = [bias for bias in biases if bias is not None] or [None]
     if dtype in (None, input.dtype) and precision.multiplies_by_cublas(input, weight.shape[0], *biases):
         shift = reduce(partial(do, torch.add), given)
+        if precision.splits_in_registers(input, weight):
+            output = torch.empty(shape, dtype=input.dtype, device=input.device)
+            _multiply_in_registers(input, weight, shift, rows_of(output))
+            return output
         if shift is not None and precision.cublas_adds_bias(input, weight.shape[0]):
             return do(addmm, shift, input, weight.T, shape)
         output = do(mm, input, weight.T, shape)
@@ -115,6 +120,24 @@ def affine(
     config = product_config(LINEAR, input, weight, result=output.dtype)
     product(input, weight, chain, config, given, output=rows_of(output))
     return output
+
+
+def _multiply_in_registers(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor
+) -> None:
+    """As ``affine`` for few rows: the weight is split as it is multiplied."""
+    from triton_kernels.linear_registers_hopper import linear_registers  # loads Gluon
+
+    (M, K), N = input.shape, weight.shape[0]
+    memory = torch.empty(N + 1, dtype=torch.float32, device=input.device)
+    do(zero, memory)
+    weight_scale, any_rest = memory[:N], memory[N:].view(torch.int32)
+    parts = split(input, 2, any_rest)
+    config = LinearRegistersConfig.fit(M, N, K, multiprocessor_count(input.device))
+    linear_registers(parts, weight, config, bias, output=output, weight_scale=weight_scale, any_rest=any_rest)
+    rest = parts.scale, weight_scale, any_rest
+    options: dict[str, Any] = {"rest": rest, "input_precision": FLOAT32_INPUT_PRECISION}
+    linear(input, weight, LINEAR, LinearSplitConfig(2).rest, [bias], output=output, **options)
 
 
 def zero(tensor: torch.Tensor) -> None:
@@ -150,6 +173,6 @@ def gradients(
 
 def multiply(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """a @ b in the backward pass, in this shape: cuBLAS's, but in float32 the kernel's where that is faster."""
-    if a.dtype == torch.float32 and a.shape[1] > 0 and not precision.multiplies_by_cublas(a, b.shape[1]):
+    if a.dtype == torch.float32 and a.shape[1] > 0:
         return affine(a, b.T, (), shape)
     return do(mm, a, b, shape)

@@ -21,6 +21,7 @@ import triton
 
 import triton_kernels
 from autotune_configs import gpus
+from ops import precision, products
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import (
@@ -55,6 +56,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 HOPPER = (
     "float32_split.",
     "linear_split_hopper.",
+    "linear_registers_hopper.",
     "linear.linear_rest_kernel",
     "convolution_hopper.",
     "weight_gradient_hopper.",
@@ -139,6 +141,24 @@ def test_products_that_float16_cannot_hold(chain):
     arguments = linear_arguments(chain, Problem(520, 520, 6, 16), torch.float32)
     arguments["input"][3, ::2] *= 2.0**-40
     run_both_ways(chain.function, arguments)
+
+
+@gpu.on_hopper
+@pytest.mark.parametrize("order", ["depth", "rows"])
+@pytest.mark.parametrize("size", [(17, 516, 1036), (100, 1000, 520)], ids=str)
+def test_products_of_few_rows(size, order, monkeypatch):
+    """Whose weight is split in registers; one row of it is left."""
+    monkeypatch.setattr(gpus, "FEWEST_WEIGHTS", 0)
+    rows, columns, depth = size
+    input, bias = torch.randn(rows, depth, device=DEVICE), torch.randn(columns, device=DEVICE)
+    weight = with_layout(
+        torch.randn(columns, depth, device=DEVICE), {"depth": "contiguous", "rows": "transposed"}[order]
+    )
+    weight[3, ::2] *= 2.0**-40
+    assert precision.splits_in_registers(input, weight)
+    result = products.affine(input, weight, (bias,), (rows, columns))
+    expected = input.double() @ weight.double().T + bias
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @by_dtype

@@ -17,6 +17,7 @@ from autotune_configs.heuristics import WIDEST_REDUCED_GROUP, WIDEST_TILE
 from autotune_configs.kernels import kernel_of
 from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
+from ops import products
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, by_architecture, more_spills, norm_configs
 from tests.triton_kernels.test_chain import CHAINS
 from triton_kernels import activations, arithmetic, chains, column_sums, group_norm, row_minimum, row_minimum_backward
@@ -316,6 +317,23 @@ def test_split_products_take_every_function(norm):
     chain = Chain("linear", norm=norm, after=functions)
     kernels = compile_launches(lambda: split_product_launches(2, chain, ("depth", "depth"), 64), 90)
     assert [kernel.name for kernel in kernels] == ["linear_split_kernel", "linear_rest_kernel"]
+
+
+@pytest.mark.parametrize("order", ["depth", "rows"])
+@pytest.mark.parametrize("rows", [16, 32, 64, 300])
+@pytest.mark.parametrize("depth", [1024, 4096])
+def test_products_of_few_rows(rows, order, depth):
+    """The weight is split in registers, which hold all of it; tensor cores are waited for twice a step alone."""
+    weight = torch.empty(8192, depth, device=META) if order == "depth" else torch.empty(depth, 8192, device=META).T
+    input, bias = torch.empty(rows, depth, device=META), torch.empty(8192, device=META)
+    kernels = compile_launches(lambda: products.affine(input, weight, (bias,), (rows, 8192)), 90)
+    added = ["add_parts_kernel"] * (depth > 2048)
+    names = ["split_kernel", "linear_registers_kernel", *added, "linear_rest_kernel"]
+    assert [kernel.name for kernel in kernels] == names
+    kernel = kernels[1]
+    assert kernel.fits and not kernel.waits_for_products and ".FTZ" not in kernel.sass
+    assert kernel.spilled_bytes <= (24 if VERSION > (3, 7) else 0)
+    assert kernel.sass.count("HGMMA") == 24 and kernel.sass.count("WARPGROUP.DEPBAR") == 4
 
 
 @by_architecture

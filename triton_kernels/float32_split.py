@@ -97,6 +97,30 @@ class LinearSplitConfig:
         return self.block_n % group_size == 0
 
 
+@dataclass(frozen=True)
+class LinearRegistersConfig:
+    """Tiles of ``linear_registers_hopper``: ``block_m`` rows of the input, and parts of ``steps`` times 64 terms."""
+
+    block_m: int
+    steps: int
+
+    @classmethod
+    def fit(cls, M: int, N: int, K: int, multiprocessors: int) -> "LinearRegistersConfig":
+        """For [M, K] @ [N, K].T. Where a part ends follows from N and K alone: parts have at most 2048 terms, and at
+        least 512 unless all have less, so that one tile of rows occupies the GPU."""
+        terms = blocks_of(K, 64)
+        parts = max(blocks_of(K, 2048), min(multiprocessors // blocks_of(N, 128), K // 512), 1)
+        return cls(min(max(next_power_of_2(M), 16), 128), blocks_of(terms, parts))
+
+    def parts(self, depth: int) -> int:
+        return blocks_of(blocks_of(depth, 64), self.steps)
+
+    @property
+    def stages(self) -> int:
+        """The number of steps in flight, as many as shared memory holds."""
+        return {16: 6, 32: 5, 64: 4, 128: 3}[self.block_m]
+
+
 @triton.jit
 def load_block(source, first, row_inside, depths, DEPTH, depth_stride):
     """The block of all rows from depth ``first`` on; zeros outside."""

@@ -33,6 +33,14 @@ def is_copyable(image: torch.Tensor) -> bool:
     return aligned and (is_fake(image) or image.data_ptr() % 16 == 0)
 
 
+def is_matrix_copyable(matrix: torch.Tensor) -> bool:
+    """Whether TMA can copy the matrix, of float32: its rows or columns are contiguous, and begin at multiples of 16
+    bytes. A fake one counts as aligned."""
+    inner, outer = sorted(matrix.stride())
+    length = matrix.shape[1] if matrix.stride(1) == inner else matrix.shape[0]
+    return inner == 1 and outer % 4 == 0 and outer >= length and (is_fake(matrix) or matrix.data_ptr() % 16 == 0)
+
+
 def takes_input(image: torch.Tensor) -> bool:
     """Whether the kernels can read ``image`` in place: it is channels_last, and TMA can copy it."""
     return is_channels_last(image) and is_copyable(image)

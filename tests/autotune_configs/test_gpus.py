@@ -95,3 +95,19 @@ def test_float32_products_of_few_rows_or_terms(monkeypatch):
     assert not gpus.float32_by_cublas(512, 256, 256) and not gpus.float32_by_cublas(1024, 128, 256)
     assert gpus.float32_by_cublas(511, 512, 256) and gpus.float32_by_cublas(512, 256, 255)
     assert gpus.float32_by_cublas(2048, 127, 256) and gpus.float32_by_cublas(512, 255, 256)
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ((16, 2048, 2048), True),
+        ((15, 8192, 8192), False),
+        ((16, 2048, 2047), False),  # few weights
+        ((512, 1024, 1024), True),
+        ((511, 1024, 1024), False),  # and multiplications
+        ((511, 511, 65536), False),
+        ((511, 65536, 511), False),
+    ],
+)
+def test_float32_products_in_registers(sizes, expected):
+    assert gpus.float32_in_registers(*sizes) is expected

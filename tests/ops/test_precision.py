@@ -119,6 +119,34 @@ def test_autocast_dtype():
             assert precision.autocast_dtype(tensor) == torch.float32
 
 
+@pytest.fixture
+def few_rows_on_hopper(monkeypatch):
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(precision, "float32_by_cublas", lambda *sizes: True)
+
+
+@pytest.mark.usefixtures("few_rows_on_hopper")
+@pytest.mark.parametrize("setting, expected", [("highest", True), ("high", False)])
+def test_the_setting_decides_on_registers(setting, expected):
+    torch.set_float32_matmul_precision(setting)
+    assert precision.splits_in_registers(rows_of(64, 2048), rows_of(2048, 2048)) is expected
+    assert not precision.splits_in_registers(rows_of(64, 2048, torch.bfloat16), rows_of(2048, 2048, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("few_rows_on_hopper")
+def test_what_is_split_in_registers():
+    """The weight in either order, as TMA copies it, and an input whose terms are contiguous."""
+    torch.set_float32_matmul_precision("highest")
+    input, weight = rows_of(64, 2048), rows_of(2048, 2048)
+    assert precision.splits_in_registers(input, weight.T)
+    assert precision.splits_in_registers(rows_of(64, 4096)[:, :2048], rows_of(2048, 4096)[:, :2048])
+    assert not precision.splits_in_registers(rows_of(2048, 64).T, weight)
+    assert not precision.splits_in_registers(input[:1].expand(64, 2048), weight)
+    assert not precision.splits_in_registers(input, rows_of(2048, 4096)[:, ::2])
+    assert not precision.splits_in_registers(input, rows_of(2048, 2049)[:, 1:])  # neither begins nor goes on aligned
+    assert not precision.splits_in_registers(rows_of(15, 2048), weight)
+
+
 @pytest.mark.parametrize(
     "rows, features, by_cublas",
     [(16, 8192, True), (63, 8192, True), (64, 8192, False), (64, 1024, False), (64, 1023, True), (511, 8192, False)]

@@ -7,7 +7,7 @@ import torch
 
 from triton_kernels import float32_split
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, split
+from triton_kernels.float32_split import LOW_SCALE, LinearRegistersConfig, LinearSplitConfig, split
 from triton_kernels.linear import LinearConfig, linear
 
 ROWS, DEPTH = 9, 70
@@ -195,3 +195,14 @@ def test_only_the_remaining_tiles_are_computed(row_rest, column_rest):
     rest = (input_scale, weight_scale, any_rest)
     linear(input, weight, LINEAR, LinearConfig(16, 16, 16), (None,), output=output, rest=rest)
     torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("columns", [512, 1000, 8192, 50304])
+@pytest.mark.parametrize("depth", [512, 1000, 2048, 8192, 65536])
+def test_parts_of_few_rows_products(columns, depth):
+    """A row's sum is the same whatever the number of rows; parts are neither long nor short, and end at all terms."""
+    configs = [LinearRegistersConfig.fit(rows, columns, depth, 132) for rows in (16, 17, 64, 65, 511, 4000)]
+    assert [each.block_m for each in configs] == [16, 32, 64, 128, 128, 128]
+    ((steps, parts),) = {(each.steps, each.parts(depth)) for each in configs}
+    assert 512 - 64 <= 64 * steps <= 2048
+    assert 64 * steps * (parts - 1) < depth <= 64 * steps * parts

@@ -1,0 +1,223 @@
+"""Promise: float32 products of few rows, whose weight Hopper splits in registers, are right for every kind of data and
+no farther off than cuBLAS's, and a row's result does not depend on the others."""
+
+import copy
+
+import pytest
+import torch
+
+import ops
+from ops import precision, products
+from ops.backend import normfuse
+from tests import gpu
+from tests.gpu import DEVICE
+from tests.test_gpu_split import data, operand, relative_error
+from triton_kernels.float32_split import LinearRegistersConfig, split
+
+pytestmark = [*gpu.MARKS, gpu.on_hopper, pytest.mark.usefixtures("poisoned_memory")]
+
+EPS = torch.finfo(torch.float32).eps
+#: norm(result - exact) / norm(exact)
+TOLERANCE = 3e-7
+KINDS = ("normal", "positive", "rows", "spike", "holes", "dead", "gelu")
+
+
+def drawn(kind, rows, depth, seed):
+    if kind == "softmax":
+        return (8 * data("normal", rows, depth, seed)).softmax(1)
+    if kind == "gelu":
+        return torch.nn.functional.gelu(data("normal", rows, depth, seed))
+    return data(kind, rows, depth, seed)
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    torch.set_float32_matmul_precision("highest")
+
+
+def product(input, weight, bias=None):
+    assert precision.splits_in_registers(input, weight)
+    return products.affine(input, weight, (bias,), (len(input), len(weight)))
+
+
+def left(input, weight):
+    """The kernel's own result, and the weight's rows that it leaves."""
+    from triton_kernels.linear_registers_hopper import linear_registers
+
+    any_rest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    scale = torch.zeros(len(weight), device=DEVICE)
+    output = torch.empty(len(input), len(weight), device=DEVICE)
+    config = LinearRegistersConfig.fit(*input.shape[:1], *weight.shape, 132)
+    parts = split(input, 2, any_rest)
+    linear_registers(parts, weight, config, None, output=output, weight_scale=scale, any_rest=any_rest)
+    assert any_rest.item() == scale.isnan().any() | parts.scale.isnan().any()
+    return output, scale.isnan()
+
+
+@pytest.mark.parametrize("order", ["depth", "rows"])
+@pytest.mark.parametrize("size", [(16, 2048, 2048), (33, 8192, 640), (100, 4100, 1036), (300, 1028, 8192)], ids=str)
+def test_sizes(size, order):
+    """Also multiples of nothing but what TMA asks for; with a bias."""
+    rows, columns, depth = size
+    input, weight = operand(rows, depth, "depth", 0), operand(columns, depth, order, 1)
+    bias = torch.randn(columns, device=DEVICE)
+    want = input.double() @ weight.double().T
+    assert relative_error(product(input, weight), want) <= TOLERANCE
+    assert relative_error(product(input, weight, bias), want + bias.double()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["wide", "softmax"])
+def test_elements_far_apart(kind):
+    """Most rows are left, and come from the other kernel: as precise as three TF32 products."""
+    input, weight = drawn(kind, 64, 4096, 0), drawn(kind, 2048, 4096, 1)
+    assert left(input, weight)[1].any()
+    assert relative_error(product(input, weight), input.double() @ weight.double().T) <= 5e-7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(16, 2048, 2048), (64, 8192, 8192), (256, 4096, 4096), (500, 2048, 2048)], ids=str)
+def test_at_most_the_librarys_error(size, kind):
+    """In the norm, and for each element by |input| @ |weight|.T."""
+    rows, columns, depth = size
+    input, weight = drawn(kind, rows, depth, 0), drawn(kind, columns, depth, 1)
+    want = input.double() @ weight.double().T
+    scale = input.double().abs() @ weight.double().abs().T
+    ours, library = product(input, weight), input @ weight.T
+    assert relative_error(ours, want) <= 1.1 * relative_error(library, want)
+    worst, librarys = (((each.double() - want).abs() / scale).max().item() for each in (ours, library))
+    assert worst <= max(librarys, 4 * EPS)
+
+
+def test_bias_of_sums():
+    """What tensor cores truncate is made up for: mean signed error on positive numbers."""
+    input, weight = data("positive", 128, 8192, 0), data("positive", 2048, 8192, 1)
+    want = input.double() @ weight.double().T
+    assert abs(((product(input, weight).double() - want) / want).mean().item()) < 5e-8
+
+
+def test_accumulator():
+    """A tensor core cuts off what is below 2**-25 of a block's largest product: by that blocks were chosen. A GPU that
+    adds up otherwise fails here."""
+    weight = torch.zeros(2048, 2048, device=DEVICE)
+    weight[:, 0] = 1.0
+    weight[:, 1:16] = torch.exp2(-(torch.arange(2048, device=DEVICE) % 32).float())[:, None]
+    input = torch.zeros(16, 2048, device=DEVICE)
+    input[:, :16] = 1.0
+    sums = left(input, weight)[0][0, :32].double()
+    assert (sums[26:] == 1.0).all() and sums[24] > 1.0
+    assert ((sums - weight[:32].double().sum(1)) <= 0).all(), "truncated, not rounded"
+
+
+@pytest.mark.parametrize("rows", [16, 17, 64, 65, 128, 300])
+@pytest.mark.parametrize("size", [(2048, 2048), (8192, 4096), (640, 8192)], ids=str)
+def test_a_row_does_not_depend_on_the_others(size, rows):
+    columns, depth = size
+    input, weight = operand(511, depth, "depth", 0), operand(columns, depth, "depth", 1)
+    assert torch.equal(product(input[:rows], weight), product(input, weight)[:rows])
+
+
+def test_integers():
+    """Exact, as float32's sum of them is; and so is a matrix that chooses rows, of numbers of 11 bits."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    input, weight = (
+        torch.randint(-50, 51, (rows, 2048), generator=generator, device=DEVICE).float() for rows in (64, 2048)
+    )
+    assert torch.equal(product(input, weight).double(), input.double() @ weight.double().T)
+    assert torch.equal(product(torch.eye(64, 2048, device=DEVICE), weight), weight.T[:64])
+
+
+@pytest.mark.parametrize("delta", [2.0**-k for k in (1, 6, 11, 12, 18, 23)])
+def test_cancellation(delta):
+    """Terms that cancel but for a part of 1 + delta, side by side and far apart."""
+    values = data("normal", 64, 1024, 0)
+    for input in torch.cat([values, values], 1), torch.stack([values, values], 2).flatten(1):
+        weight = data("normal", 2048, 1024, 1)
+        pairs = (weight, -weight * (1 + delta))
+        weight = torch.cat(pairs, 1) if input[0, 1] != input[0, 0] else torch.stack(pairs, 2).flatten(1)
+        want = input.double() @ weight.double().T
+        scale = input.double().abs() @ weight.double().abs().T
+        assert ((product(input, weight).double() - want).abs() / scale).max() <= 8 * 2.0**-24
+
+
+@pytest.mark.parametrize("distance", [10, 27, 33, 40, 80])
+def test_elements_far_below_the_largest(distance):
+    """The largest meet zeros. Where elements lose too much, the row is left."""
+    weight = data("normal", 2048, 2048, 0)
+    weight[:, ::2] *= 2.0**-distance
+    weight[7] = data("normal", 1, 2048, 1)  # beside a row that has none
+    input = data("normal", 64, 2048, 2)
+    input[:, 1::2] = 0.0
+    want = input.double() @ weight.double().T
+    is_left = left(input, weight)[1]
+    assert not is_left[7] and (27 <= distance < 40 or is_left.sum() == (2047 if distance > 31 else 0))
+    assert relative_error(product(input, weight), want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**100, 2.0**-100, 1e-40])
+def test_rows_that_are_left(value):
+    """Of the weight and of the input, which parts cannot hold: these come from the other kernel."""
+    input, weight = operand(100, 2048, "depth", 0), operand(2048, 2048, "depth", 1)
+    weight[270, 9], weight[600] = value, value
+    input[40, 3] = value
+    _, is_left = left(input, weight)
+    assert is_left[600] and is_left[270] == (not abs(value) < 2.0**60)
+    want = input.double() @ weight.double().T
+    fits = want.isfinite() & (want.abs() < torch.finfo(torch.float32).max)
+    result = product(input, weight)
+    assert torch.equal(result.isfinite(), fits)
+    normal = fits & (want.abs() > 2.0**-100)
+    normal[40], normal[:, 270], normal[:, 600] = False, False, False
+    assert relative_error(result[normal], want[normal]) <= TOLERANCE
+
+
+def test_zeros():
+    input, weight = operand(32, 2048, "depth", 0), operand(2048, 2048, "depth", 1)
+    weight[5], weight[6, 64:], weight[:, 1000:] = 0.0, 0.0, 0.0
+    result, is_left = left(input, weight)
+    assert not is_left.any() and not result[:, 5].any()
+    assert relative_error(result, input.double() @ weight.double().T) <= TOLERANCE
+
+
+def test_gradients():
+    """Of a layer with few rows: the input's comes from the same kernel, rows first."""
+    input, weight = operand(64, 4096, "depth", 0).requires_grad_(), operand(2048, 4096, "depth", 1).requires_grad_()
+    assert precision.splits_in_registers(torch.empty(64, 2048, device=DEVICE), weight.T)
+    gradient = torch.randn(64, 2048, device=DEVICE)
+    ours = torch.autograd.grad(ops.linear(input, weight), (input, weight), gradient)
+    assert relative_error(ours[0], gradient.double() @ weight.double()) <= TOLERANCE
+    assert relative_error(ours[1], gradient.double().T @ input.double()) <= TOLERANCE
+
+
+def test_captured_in_a_graph():
+    """A replay finds itself whether rows are left."""
+    input, weight = operand(64, 2048, "depth", 0), operand(2048, 2048, "depth", 1)
+    ops.linear(input, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ops.linear(input, weight)
+    for value in (1.0, 2.0**80, 1.0):
+        weight[17, 4] = value
+        graph.replay()
+        assert torch.equal(output, ops.linear(input, weight))
+        assert relative_error(output[:, 17], input.double() @ weight[17].double()) <= TOLERANCE
+
+
+def test_the_same_bits_each_time():
+    input, weight = operand(128, 8192, "depth", 0), operand(4096, 8192, "depth", 1)
+    expected = product(input, weight)
+    assert all(torch.equal(product(input, weight), expected) for _ in range(20))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_products_of_compiled_graphs(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 2048)).to(DEVICE)
+    input = torch.randn(64, 2048, device=DEVICE)
+    want = copy.deepcopy(model).double()(input.double())
+    with (
+        caplog.at_level("INFO", "ops.backend"),
+        torch.compiler.config.patch(force_disable_caches=True),
+        torch.no_grad(),
+    ):
+        result = torch.compile(model, backend=normfuse)(input)
+    assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) >= 1
+    assert relative_error(result, want) <= 2 * TOLERANCE
