@@ -20,7 +20,7 @@ from autotune_configs.chains import CHAINS, DTYPES, GRID, PASSES, NamedChain
 from autotune_configs.command_line import Parser, positive
 from autotune_configs.compositions import composition, is_composition, kernels_of
 from autotune_configs.files import locked, replace_file
-from autotune_configs.gpus import Gpu
+from autotune_configs.gpus import Gpu, float32_in_registers
 from autotune_configs.kernel import Kernel
 from autotune_configs.kernels import KERNELS, kernel_of
 from autotune_configs.precompile import Precompiler
@@ -285,7 +285,7 @@ def _show(options: argparse.Namespace) -> None:
     cases = _cases(options)
     found = [(problem, lookup.find(problem, gpu)) for problem in _problems(cases, options, gpu)]
     notes = [
-        f"{name} {dtype} {'x'.join(map(str, sizes))}: cuBLAS computes the product"
+        f"{name} {dtype} {'x'.join(map(str, sizes))}: {_multiplier(sizes, dtype, gpu)} computes the product"
         for name, dtype, sizes in cases
         if "forward" in options.passes
         and isinstance(named := _named(name), NamedChain)
@@ -301,6 +301,13 @@ def _show(options: argparse.Namespace) -> None:
             print(note, file=sys.stderr)
     else:
         reporting.show(gpu, found, notes)
+
+
+def _multiplier(sizes: tuple[int, ...], dtype: str, gpu: Gpu) -> str:
+    """What computes a product that has no entries."""
+    M, K, N = sizes
+    in_registers = dtype == "float32" and gpu.splits_float32 and float32_in_registers(M, N, K)
+    return 'cuBLAS, or at "highest" a kernel with a fixed config,' if in_registers else "cuBLAS"
 
 
 def _check(options: argparse.Namespace) -> int:

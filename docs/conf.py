@@ -64,6 +64,7 @@ bench/kernelbench/README
 docs/performance
 docs/float32_products
 docs/float32_cublas
+docs/float32_few_rows
 docs/half_precision_products
 docs/product_epilogues
 docs/wave_quantization
