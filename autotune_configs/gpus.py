@@ -23,7 +23,7 @@ SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 FEWEST_FLOAT32_COLUMNS, FEWEST_FLOAT32_RESULTS = (0, 0) if INTERPRETED else (256, 3 * 2**18)
 
 #: With the weight split in registers: so many rows, columns and terms, and so many weights or multiplications.
-FEWEST_ROWS, FEWEST_COLUMNS, FEWEST_WEIGHTS, FEWEST_PRODUCTS = 16, 512, 2**22, 2**29
+FEWEST_ROWS, MANY_ROWS, FEWEST_COLUMNS, FEWEST_WEIGHTS, FEWEST_PRODUCTS = 16, 512, 512, 2**22, 2**29
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ class Gpu:
 
 
 def float32_by_cublas(M: int, N: int, K: int) -> bool:
-    """Whether cuBLAS computes a float32 product [M, K] @ [N, K].T, in any precision: it has few rows, columns, results
-    or terms."""
+    """Whether operands of a float32 product [M, K] @ [N, K].T are not both split, in any precision: it has few rows,
+    columns, results or terms. cuBLAS computes it, or ``float32_in_registers``."""
     is_small = M < FEWEST_FLOAT32_ROWS or N < FEWEST_FLOAT32_COLUMNS or M * N < FEWEST_FLOAT32_RESULTS
     return is_small or K < SHALLOWEST_FLOAT32
 
 
 def float32_in_registers(M: int, N: int, K: int) -> bool:
-    """Whether a float32 product [M, K] @ [N, K].T that is not large enough for two split operands is faster than
-    cuBLAS's with the weight split in registers. (H100: 0.34 to 0.99 of its time; up to 1.5 for smaller ones.)"""
+    """Whether a float32 product [M, K] @ [N, K].T of few rows is faster than cuBLAS's with the weight split in
+    registers. (H100: 0.34 to 0.99 of its time; smaller ones up to 2.1.)"""
     is_large = N * K >= FEWEST_WEIGHTS or M * N * K >= FEWEST_PRODUCTS
-    return M >= FEWEST_ROWS and min(N, K) >= FEWEST_COLUMNS and is_large
+    return FEWEST_ROWS <= M < MANY_ROWS and min(N, K) >= FEWEST_COLUMNS and is_large
 
 
 #: Architecture and multiprocessors by name (NVIDIA's data sheets), for questions about a GPU that is not here.

@@ -54,7 +54,8 @@ def float32_parts() -> int:
 
 
 def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
-    """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added.
+    """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added, unless
+    ``splits_in_registers``.
 
     For 16-bit inputs: where cuBLAS is predicted to be faster, as its tiles waste less of the last wave (wave
     quantisation). Not where a bias has a wider dtype, as under autocast: cuBLAS would round the bias first. PyTorch

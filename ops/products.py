@@ -99,8 +99,8 @@ def affine(
 ) -> torch.Tensor:
     """input [M, K] @ weight [N, K].T and the biases, in the input's dtype or this one: M x N values in this shape.
 
-    The result is rounded once. Where cuBLAS multiplies, which gives the input's dtype alone, the sum of two biases is
-    rounded too.
+    The result is rounded once. Where cuBLAS multiplies, which gives the input's dtype alone, or the weight is split in
+    registers, the sum of two biases is rounded too.
     """
     given: list[Any] = [bias for bias in biases if bias is not None] or [None]
     if dtype in (None, input.dtype) and precision.multiplies_by_cublas(input, weight.shape[0], *biases):

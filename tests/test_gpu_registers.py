@@ -153,6 +153,23 @@ def test_elements_far_below_the_largest(distance):
     assert relative_error(product(input, weight), want) <= TOLERANCE
 
 
+@pytest.mark.parametrize("size", [2.0**20, 2.0**36, 2.0**50])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_one_large_element_meets_zeros(size, is_alone):
+    """The others of its step lose what they are, unless it is near enough: the row is left."""
+    input, weight = data("normal", 64, 2048, 0), data("normal", 2048, 2048, 1)
+    input[:, 0] = 0.0
+    weight[7, 0] = size
+    if is_alone:
+        weight[7, 1:] = 0.0
+    _, is_left = left(input, weight)
+    assert is_left.nonzero().flatten().tolist() == ([7] if size > 2.0**31 and not is_alone else [])
+    want = input.double() @ weight.double().T
+    result = product(input, weight)
+    assert relative_error(result, want) <= TOLERANCE
+    assert (result[:, 7].double() - want[:, 7]).norm() <= TOLERANCE * want[:, 7].norm()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**100, 2.0**-100, 1e-40])
 def test_rows_that_are_left(value):
     """Of the weight and of the input, which parts cannot hold: these come from the other kernel."""

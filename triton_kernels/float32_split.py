@@ -38,6 +38,8 @@ _GREATEST_EXPONENT = tl.constexpr(127 + 60)
 #: down to 2**-31 (two parts) or 2**-30 (one) of the largest never lose that much. Of normally distributed numbers one
 #: in 7e8, or 3e8, is smaller.
 _MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
+#: The exponent of that, in a float32's place.
+_FARTHEST = tl.constexpr(31 << 23)
 #: Of so many elements of a row that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
@@ -106,7 +108,7 @@ class LinearRegistersConfig:
 
     @classmethod
     def fit(cls, M: int, N: int, K: int, multiprocessors: int) -> "LinearRegistersConfig":
-        """For [M, K] @ [N, K].T. Where a part ends follows from N and K alone: parts have at most 2048 terms, and at
+        """For [M, K] @ [N, K].T. Where a part ends does not depend on M: parts have at most 2048 terms, and at
         least 512 unless all have less, so that one tile of rows occupies the GPU."""
         terms = blocks_of(K, 64)
         parts = max(blocks_of(K, 2048), min(multiprocessors // blocks_of(N, 128), K // 512), 1)
@@ -200,6 +202,14 @@ def split_kernel(
     down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     tl.store(scale + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
     tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
+
+
+@triton.jit
+def balance_of(magnitudes, largest):
+    """By element: 0 for a zero, negative where it is more than 2**31 below the largest of its scale and loses too much,
+    else 1. A row's sum is negative where too many lose. ``magnitudes`` and ``largest`` are ``magnitude``'s."""
+    is_lost = magnitudes < largest - _FARTHEST
+    return tl.where(magnitudes == 0, 0, tl.where(is_lost, 1 - _ONE_LOST_OF, 1))
 
 
 def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOperand:

@@ -8,7 +8,7 @@ Each 64 terms of a weight's row have a scale of their own, as ``float32_split`` 
 truncate as they add. So high times high of 16 terms is added in registers, in float32, which rounds.
 
 The depth is cut into parts, which programs compute, and whose sums are added in order. Where parts end depends on the
-weight's size alone, so a row of the result does not depend on how many rows there are.
+weight's size and the GPU alone, so a row of the result does not depend on how many rows there are.
 """
 
 import torch
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton_kernels.float32_split import LOW_SCALE, LinearRegistersConfig, SplitOperand
+from triton_kernels.float32_split import LOW_SCALE, LinearRegistersConfig, SplitOperand, balance_of, magnitude
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.hopper_memory import async_load
@@ -36,20 +36,17 @@ BLOCK_N = gl.constexpr(128)
 BLOCK_K, _BLOCK = gl.constexpr(64), gl.constexpr(16)
 _HALF = gl.constexpr(64)
 
-#: Scales are limited as ``float32_split``'s. Elements below 2**-31 of a step's largest lose too much.
+#: Scales are limited as ``float32_split``'s.
 _LEAST_EXPONENT, _GREATEST_EXPONENT = gl.constexpr(127 - 60), gl.constexpr(127 + 60)
-_TOO_SMALL = gl.constexpr(31 << 23)
-#: Of so many steps of a row, one may have such elements.
-_ONE_LOST_OF = gl.constexpr(8)
-_UNFIT = gl.constexpr(1 << 20)
+#: The balance of a step that float16 cannot hold: no other steps make up for it.
+_UNFIT = gl.constexpr(-(1 << 28))
 
 
 @gluon.jit
 def load_block(tile, place: gl.constexpr, LAYOUT: gl.constexpr):
-    """16 columns of the tile [rows, 64] of shared memory, as tensor cores take them, and what tells their sizes."""
+    """16 columns of the tile [rows, 64] of shared memory, as tensor cores take them, and their magnitudes."""
     value = tile.slice(place, _BLOCK, 1).load(gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
-    bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    return value, bits, (bits - 1).to(gl.uint32, bitcast=True)  # in which zeros are the largest
+    return value, magnitude(value)
 
 
 @gluon.jit
@@ -63,23 +60,24 @@ def split_block(value, up):
 @gluon.jit
 def split_in_registers(tile, LAYOUT: gl.constexpr):
     """The tile [rows, 64] of shared memory as four blocks of high and low float16 parts in registers; its rows' scales;
-    and how much each loses: 0, 1 where elements are too small, more where float16 cannot hold them."""
-    a, a_bits, a_least = load_block(tile, 0, LAYOUT)
-    b, b_bits, b_least = load_block(tile, 16, LAYOUT)
-    c, c_bits, c_least = load_block(tile, 32, LAYOUT)
-    d, d_bits, d_least = load_block(tile, 48, LAYOUT)
-    largest = gl.max(gl.maximum(gl.maximum(a_bits, b_bits), gl.maximum(c_bits, d_bits)), 1)
-    least = gl.min(gl.minimum(gl.minimum(a_least, b_least), gl.minimum(c_least, d_least)), 1)
+    and the balance of each (``balance_of``), negative where float16 cannot hold it."""
+    a, a_size = load_block(tile, 0, LAYOUT)
+    b, b_size = load_block(tile, 16, LAYOUT)
+    c, c_size = load_block(tile, 32, LAYOUT)
+    d, d_size = load_block(tile, 48, LAYOUT)
+    largest = gl.max(gl.maximum(gl.maximum(a_size, b_size), gl.maximum(c_size, d_size)), 1)
     found = largest >> 23
     exponent = gl.minimum(gl.maximum(found, _LEAST_EXPONENT), _GREATEST_EXPONENT)
     up = gl.expand_dims(((127 + 14 + 127 - exponent) << 23).to(gl.float32, bitcast=True), 1)
     down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    is_small = least < gl.maximum(largest - _TOO_SMALL, 0).to(gl.uint32, bitcast=True)
-    lost = gl.where((largest > 0) & (found != exponent), _UNFIT, is_small.to(gl.int32))
+    of_row = gl.expand_dims(largest, 1)
+    balance = balance_of(a_size, of_row) + balance_of(b_size, of_row)
+    balance += balance_of(c_size, of_row) + balance_of(d_size, of_row)
+    balance = gl.where((largest > 0) & (found != exponent), _UNFIT, gl.sum(balance, 1))
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     scale = gl.expand_dims(gl.convert_layout(down, OF_ROWS, assert_trivial=True), 1)
-    lost = gl.convert_layout(lost, OF_ROWS, assert_trivial=True)
-    return (split_block(a, up), split_block(b, up), split_block(c, up), split_block(d, up)), scale, lost
+    balance = gl.convert_layout(balance, OF_ROWS, assert_trivial=True)
+    return (split_block(a, up), split_block(b, up), split_block(c, up), split_block(d, up)), scale, balance
 
 
 @gluon.jit
@@ -130,14 +128,14 @@ def multiply(
     total = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
     block = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
     mixed = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
-    lost = gl.zeros((_HALF,), gl.int32, layout=gl.SliceLayout(1, LAYOUT))
+    balance = gl.zeros((_HALF,), gl.int32, layout=gl.SliceLayout(1, LAYOUT))
     for step in range(0, steps):
         stage = step % STAGES
         tile = weight_tiles.index(stage)
         tile = (tile.permute((1, 0)) if DEPTH_FIRST else tile).slice(HALF * _HALF, _HALF, 0)
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        blocks, scale, loses = split_in_registers(tile, LAYOUT)
-        lost += loses
+        blocks, scale, of_step = split_in_registers(tile, LAYOUT)
+        balance = gl.maximum(balance + of_step, _UNFIT)
         for i in gl.static_range(BLOCK_K // _BLOCK):
             high, low = blocks[i]
             input_high = block_of(input_tiles.index(2 * stage), i * _BLOCK)
@@ -151,7 +149,7 @@ def multiply(
         total += mixed * (scale * (1.0 / LOW_SCALE))
     rows = n + HALF * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, LAYOUT))
     columns = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
-    is_left = (lost * _ONE_LOST_OF > steps) & (rows < N)
+    is_left = (balance < 0) & (rows < N)
     gl.store(weight_scale + rows, gl.full_like(rows, float("nan"), dtype=gl.float32), mask=is_left)
     gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=is_left)
     if PARTS == 1:

@@ -4,10 +4,19 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from triton_kernels import float32_split
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LOW_SCALE, LinearRegistersConfig, LinearSplitConfig, split
+from triton_kernels.float32_split import (
+    LOW_SCALE,
+    LinearRegistersConfig,
+    LinearSplitConfig,
+    balance_of,
+    magnitude,
+    split,
+)
 from triton_kernels.linear import LinearConfig, linear
 
 ROWS, DEPTH = 9, 70
@@ -206,3 +215,20 @@ def test_parts_of_few_rows_products(columns, depth):
     ((steps, parts),) = {(each.steps, each.parts(depth)) for each in configs}
     assert 512 - 64 <= 64 * steps <= 2048
     assert 64 * steps * (parts - 1) < depth <= 64 * steps * parts
+
+
+@triton.jit
+def balance_kernel(values, balance, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    places = tl.arange(0, ROWS)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+    sizes = magnitude(tl.load(values + places))
+    tl.store(balance + places, balance_of(sizes, tl.max(sizes, 1)[:, None]))
+
+
+def test_balance():
+    """Elements more than 2**31 below the largest lose too much; zeros do not count."""
+    values = torch.tensor([[8.0, 0.0, 2.0**-28, 2.0**-29], [0.0, 0.0, 0.0, 0.0], [-(2.0**60), 1.0, -(2.0**29), -0.0]])
+    balance = torch.empty(3, 4, dtype=torch.int32)
+    padded = torch.cat([values, torch.ones(1, 4)])
+    result = torch.cat([balance, balance[:1]])
+    balance_kernel[(1,)](padded, result, ROWS=4, DEPTH=4)
+    assert result.tolist() == [[1, 0, 1, -255], [0, 0, 0, 0], [1, -255, 1, 0], [1, 1, 1, 1]]
