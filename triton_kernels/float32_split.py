@@ -137,6 +137,17 @@ def magnitude(value):
 
 
 @triton.jit
+def scales_of(largest):
+    """By what numbers with this largest magnitude are multiplied before they are split, what makes up for it, and
+    whether the scale is limited. The numbers may all be 0."""
+    found = largest >> 23
+    exponent = tl.minimum(tl.maximum(found, _LEAST_EXPONENT), _GREATEST_EXPONENT)
+    up = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return up, down, exponent != found
+
+
+@triton.jit
 def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
     """high, low, and 1 where too much is lost, else 0."""
     scaled = value * up[:, None]
@@ -182,10 +193,7 @@ def split_kernel(
         for first in range(0, DEPTH, BLOCK_DEPTH):
             value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
             greatest = tl.maximum(greatest, magnitude(value))
-    largest = tl.max(greatest, 1) >> 23
-    exponent = tl.minimum(tl.maximum(largest, _LEAST_EXPONENT), _GREATEST_EXPONENT)
-    is_limited = exponent != largest
-    up = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    up, down, is_limited = scales_of(tl.max(greatest, 1))
     balance = tl.zeros((BLOCK_ROWS,), tl.int64)  # negative where a row loses too much
     for first in range(0, DEPTH, BLOCK_DEPTH):
         if not WHOLE:
@@ -199,7 +207,6 @@ def split_kernel(
         if LOW:
             tl.store(low + place, low_part, mask=inside)
     left = (balance < 0).to(tl.int32)
-    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     tl.store(scale + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
     tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
 

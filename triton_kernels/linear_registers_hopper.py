@@ -24,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton_kernels.float32_split import LOW_SCALE, LinearRegistersConfig, SplitOperand, balance_of, magnitude
+from triton_kernels.float32_split import (
+    LOW_SCALE,
+    LinearRegistersConfig,
+    SplitOperand,
+    balance_of,
+    magnitude,
+    scales_of,
+)
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.hopper_memory import async_load
@@ -36,8 +43,6 @@ BLOCK_N = gl.constexpr(128)
 BLOCK_K, _BLOCK = gl.constexpr(64), gl.constexpr(16)
 _HALF = gl.constexpr(64)
 
-#: Scales are limited as ``float32_split``'s.
-_LEAST_EXPONENT, _GREATEST_EXPONENT = gl.constexpr(127 - 60), gl.constexpr(127 + 60)
 #: The balance of a step that float16 cannot hold: no other steps make up for it.
 _UNFIT = gl.constexpr(-(1 << 28))
 
@@ -66,14 +71,12 @@ def split_in_registers(tile, LAYOUT: gl.constexpr):
     c, c_size = load_block(tile, 32, LAYOUT)
     d, d_size = load_block(tile, 48, LAYOUT)
     largest = gl.max(gl.maximum(gl.maximum(a_size, b_size), gl.maximum(c_size, d_size)), 1)
-    found = largest >> 23
-    exponent = gl.minimum(gl.maximum(found, _LEAST_EXPONENT), _GREATEST_EXPONENT)
-    up = gl.expand_dims(((127 + 14 + 127 - exponent) << 23).to(gl.float32, bitcast=True), 1)
-    down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+    up, down, is_limited = scales_of(largest)
+    up = gl.expand_dims(up, 1)
     of_row = gl.expand_dims(largest, 1)
     balance = balance_of(a_size, of_row) + balance_of(b_size, of_row)
     balance += balance_of(c_size, of_row) + balance_of(d_size, of_row)
-    balance = gl.where((largest > 0) & (found != exponent), _UNFIT, gl.sum(balance, 1))
+    balance = gl.where((largest > 0) & is_limited, _UNFIT, gl.sum(balance, 1))
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     scale = gl.expand_dims(gl.convert_layout(down, OF_ROWS, assert_trivial=True), 1)
     balance = gl.convert_layout(balance, OF_ROWS, assert_trivial=True)
