@@ -42,19 +42,30 @@ _MOST_PLACES = 16
 _MOST_WINDOWS = 9
 
 
-def _inputs(axis: PooledAxis, place: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The inputs at a place of the windows, and which there are; None for all."""
-    input = torch.arange(axis.outputs, device=device) * axis.stride + (place - axis.padding)
-    if place >= axis.padding and (axis.outputs - 1) * axis.stride + place - axis.padding < axis.size:
-        return input, None
-    return input.clamp(0, axis.size - 1), (input >= 0) & (input < axis.size)
+def _at_place(input: Tensor, axes: Sequence[PooledAxis], place: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """What lies at a place of each window, and which of that is in the image; None for all."""
+    inside = None
+    for number, (axis, each) in enumerate(zip(axes, place, strict=True)):
+        dim, first = number + 2, each - axis.padding
+        end = first + (axis.outputs - 1) * axis.stride + 1
+        if first >= 0 and end <= axis.size:  # a slice is less for Inductor to write than indices
+            input = torch.ops.aten.slice.Tensor(input, dim, first, end, axis.stride)
+            continue
+        row = torch.arange(first, end, axis.stride, device=input.device)
+        input = at(input, [row.clamp(0, axis.size - 1)], dim)
+        is_there = _along((row >= 0) & (row < axis.size), number, len(axes))
+        inside = is_there if inside is None else inside & is_there
+    return input, inside
 
 
-def _window(axis: PooledAxis, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The window that each input is in: its output, the input's place in it, and whether there is one."""
+def _window(axis: PooledAxis, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The window that each input is in: its output, the input's place in it, and whether there is one; None where all
+    have one."""
     shifted = torch.arange(axis.size, device=device) + axis.padding
     output = torch.div(shifted, axis.stride, rounding_mode="floor")
     place = shifted - output * axis.stride
+    if axis.stride <= axis.kernel and axis.size - 1 + axis.padding < axis.outputs * axis.stride:
+        return output, place, None
     return output.clamp(max=axis.outputs - 1), place, (output < axis.outputs) & (place < axis.kernel)
 
 
@@ -66,21 +77,24 @@ def _along(each: Tensor, axis: int, dims: int) -> Tensor:
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, axes, written_by):
-        best = chosen = None
-        # The first of equal values is chosen, of several NaNs the last: from the last place on, all that is not less.
-        for place in reversed(list(itertools.product(*[range(axis.kernel) for axis in axes]))):
-            found = [_inputs(axis, each, input.device) for axis, each in zip(axes, place, strict=True)]
-            values = at(input, [each for each, _ in found])
-            if best is None:
-                best, chosen = torch.full_like(values, -math.inf), torch.zeros_like(values, dtype=torch.int8)
-            takes = ~((values < best) | best.isnan())
-            for number, (_, inside) in enumerate(found):
-                takes = takes if inside is None else takes & _along(inside, number, len(axes))
-            best, chosen = torch.where(takes, values, best), torch.where(takes, _number(axes, place), chosen)
+        places = list(itertools.product(*[range(axis.kernel) for axis in axes]))
+        found = [_at_place(input, axes, place) for place in places]
+        best = functools.reduce(
+            torch.maximum, [each if inside is None else torch.where(inside, each, -math.inf) for each, inside in found]
+        )
+        # The first of equal values is chosen, of several NaNs the last: the highest of these ranks.
+        ranks = []
+        for place, (values, inside) in zip(places, found, strict=True):
+            number, is_best, is_nan = _number(axes, place), values == best, values.isnan()
+            if inside is not None:
+                is_best, is_nan = is_best & inside, is_nan & inside
+            rank = torch.where(is_nan, number, torch.full_like(values, -_MOST_PLACES, dtype=torch.int8))
+            ranks.append(torch.where(is_best, -number, rank))
+        chosen = functools.reduce(torch.maximum, ranks).abs()
         ctx.axes, ctx.written_by = axes, written_by
         # As the input lies: what is indexed is contiguous.
         format = suggest_memory_format(input)
-        ctx.save_for_backward(chosen.to(torch.int8).contiguous(memory_format=format))
+        ctx.save_for_backward(chosen.contiguous(memory_format=format))
         return best.contiguous(memory_format=format)
 
     @staticmethod
@@ -89,9 +103,11 @@ class _MaxPool(torch.autograd.Function):
         if _overlaps(axes):
             words = f"{ctx.written_by} | {[dataclasses.astuple(axis) for axis in axes]}"
             return torch.ops.normfuse.max_pool_backward.default(words, gradient, chosen), None, None
-        outputs, *others = zip(*[_window(axis, gradient.device) for axis in axes], strict=True)
-        places, inside = ([_along(each, i, len(axes)) for i, each in enumerate(row)] for row in others)
-        is_chosen = functools.reduce(torch.logical_and, inside, at(chosen, outputs) == _number(axes, places))
+        outputs, places, inside = zip(*[_window(axis, gradient.device) for axis in axes], strict=True)
+        number = _number(axes, [_along(each, i, len(axes)) for i, each in enumerate(places)])
+        is_chosen = at(chosen, outputs) == number
+        for i, each in enumerate(inside):
+            is_chosen = is_chosen if each is None else is_chosen & _along(each, i, len(axes))
         result = torch.where(is_chosen, at(gradient, outputs), 0.0)
         return result.contiguous(memory_format=suggest_memory_format(chosen)), None, None
 
