@@ -10,7 +10,6 @@ Inductor asks a registry how an operator's call is written. Where that is gone, 
 
 import ast
 import concurrent.futures
-import functools
 import os
 import sys
 from collections.abc import Callable, Container, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from autotune_configs import tuning
+from ops import compiling
 from ops.plan import Plan
 
 #: What finds the plan of a call of an operator, by the operator's name. It takes the operator's arguments. The plan
@@ -51,22 +51,9 @@ calls = _Calls()
 
 #: By the same words, and by how the tensors lie in memory: the plans that threads make.
 _begun: dict[str, dict[str, concurrent.futures.Future[Plan]]] = {}
-_MOST_THREADS = 8
-
-
-@functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "normfuse")
-
-
-def _after_fork() -> None:
-    """A child has none of the threads."""
-    _begun.clear()
-    _threads.cache_clear()
-
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_begun.clear)  # a child has none of the threads
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,7 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
     words = repr((name, without_tensors, layouts if are_known else ""))
     is_made = (are_known and words in calls) or layouts in _begun.get(words, {})
     if described and not is_made and config.compile_threads != 1 and not tuning.is_on():  # which would sweep there
-        begun = _threads().submit(lambda: PLANS[name](*_filled(without_tensors, iter(described))))
+        begun = compiling.threads("plans").submit(lambda: PLANS[name](*_filled(without_tensors, iter(described))))
         _begun.setdefault(words, {})[layouts] = begun
     V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
     given = ", ".join([each.codegen_reference() for each in tensors])

@@ -11,7 +11,7 @@ the host two thirds of the time of a loop over steps.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import triton
 
 from autotune_configs.lookup import Found
+from ops import compiling
 from triton_kernels import launch as launching
 from triton_kernels.device import INTERPRETED, standing_for
 from triton_kernels.grid import blocks_of
@@ -120,13 +121,12 @@ class Planner:
             yield
 
     def launch(self, kernel, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any], config: Any) -> None:
-        """Note a launch. On a GPU the kernel is compiled now."""
+        """Note a launch. On a GPU the kernel is compiled meanwhile."""
         if INTERPRETED:
             self._note(Noted(kernel.__name__, partial(kernel[grid], **options), arguments, (), grid, options, config))
             return
-        with launching.current(self._device):
-            stand_ins = launching.with_counters(arguments, lambda each: each.stand_in)
-            compiled = kernel.run(*stand_ins, grid=grid, warmup=True, **options)
+        stand_ins = launching.with_counters(arguments, lambda each: each.stand_in)
+        compiled = compiling.begin(self._device, kernel, grid, stand_ins, options)
         # As Triton passes them: every parameter in order, among them those that are compiled in.
         bound = kernel.signature.bind(
             *arguments, **{name: options[name] for name in options if name in kernel.arg_names}
@@ -149,7 +149,8 @@ class Planner:
         for result in results:
             self._use(result, len(self._noted), True).meta = result
         slots = [self._buffers[_storage(result)].slot for result in results]
-        return Plan(self._device, self._arguments, self._buffers, self._noted, slots)
+        noted = [replace(each, run=compiling.finished(each.run)) for each in self._noted]
+        return Plan(self._device, self._arguments, self._buffers, noted, slots)
 
     def _note(self, noted: Noted) -> None:
         step = len(self._noted)
@@ -302,10 +303,9 @@ class _Source:
             call = f"{self._value(noted.run[grid])}({arguments})"
         else:
             # As ``compiled[grid](*arguments)`` does it, without what hooks alone read.
-            run = noted.run.run  # which loads the module
-            function, metadata = self._value(noted.run.function), self._value(noted.run.packed_metadata)
+            run, function, metadata = map(self._value, (noted.run.run, noted.run.function, noted.run.packed_metadata))
             before = f"{grid[0]}, {grid[1]}, {grid[2]}, stream, {function}, {metadata}, None, None, None"
-            call = f"{self._value(run)}({before}, {arguments})"
+            call = f"{run}({before}, {arguments})"
         if noted.results:
             slots = "".join([f"t{self._buffers[_storage(each)].slot}, " for each in noted.results])
             layouts = self._value([(each.shape, each.stride()) for each in noted.results])

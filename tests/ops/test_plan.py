@@ -1,6 +1,7 @@
 """Promise: a plan does what the code that it was made by does, and launches on a GPU with addresses."""
 
 import inspect
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -134,6 +135,7 @@ def compiled(monkeypatch):
     kernel.run = lambda *arguments, grid, warmup, **options: compiled
     kernel.signature = inspect.signature(kernel)
     kernel.arg_names = [*kernel.signature.parameters]
+    kernel.params = [SimpleNamespace(is_constexpr=name == "LAST") for name in kernel.arg_names]
     compiled.kernel = kernel
     monkeypatch.setattr(plan_module, "INTERPRETED", False)
     driver = mock.Mock(get_current_stream=lambda index: f"stream of {index}")

@@ -1,0 +1,83 @@
+"""Kernels are compiled side by side, and what two plans need once."""
+
+import os
+import signal
+import threading
+from concurrent.futures import Future, wait
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ops import compiling
+
+DEVICE = torch.device("cpu")
+
+
+class Kernel:
+    """In the place of Triton's: its parameters are a tensor, a size and a constexpr."""
+
+    params = tuple(SimpleNamespace(is_constexpr=each) for each in (False, False, True))
+
+    def __init__(self, compile=lambda: None):
+        self.compile, self.kept, self.at_once, self.most_at_once = compile, {}, 0, 0
+
+    def run(self, tensor, size, constexpr, *, grid, warmup, **options):
+        key = tensor.dtype, size % 16 == 0, constexpr, *options.items()
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        if key not in self.kept:
+            self.compile()
+            self.kept[key] = SimpleNamespace(run=f"loaded {len(self.kept)}")
+        self.at_once -= 1
+        return self.kept[key]
+
+
+def begin(kernel, size, constexpr=1, dtype=torch.float32, **options):
+    return compiling.begin(DEVICE, kernel, (1,), [torch.empty(3, dtype=dtype), size, constexpr], options)
+
+
+def test_kernels_are_compiled_side_by_side():
+    both = threading.Barrier(3)
+    kernels = [Kernel(lambda: both.wait(timeout=60)) for _ in range(3)]
+    assert len({compiling.finished(each).run for each in [begin(each, 32) for each in kernels]}) == 1
+
+
+@pytest.mark.parametrize("other", [{"size": 33}, {"constexpr": 2}, {"dtype": torch.float16}, {"num_warps": 8}], ids=str)
+def test_so_are_specializations(other):
+    both = threading.Barrier(2)
+    kernel = Kernel(lambda: both.wait(timeout=60))
+    found = [compiling.finished(each) for each in [begin(kernel, 32), begin(kernel, **{"size": 32} | other)]]
+    assert found[0] is not found[1]
+
+
+def test_a_specialization_is_compiled_once():
+    """Whatever the sizes: while one thread compiles it, others wait."""
+    begun = threading.Event()
+    kernel = Kernel(lambda: begun.wait(timeout=60))
+    futures = [begin(kernel, 16 * size) for size in range(2, 6)]
+    assert all(isinstance(each, Future) for each in futures)
+    wait(futures, timeout=0.2)
+    begun.set()
+    assert len({id(compiling.finished(each)) for each in futures}) == 1 == kernel.most_at_once
+    assert begin(kernel, 160) is compiling.finished(futures[0])  # no thread is asked
+
+
+def test_errors_are_raised():
+    def fail():
+        raise RuntimeError("no such instruction")
+
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        compiling.finished(begin(Kernel(fail), 32))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_has_threads_of_its_own():
+    compiling.finished(begin(Kernel(), 32))
+    compiling._loading.acquire()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it
+        os._exit(0 if compiling.finished(begin(Kernel(), 48)).run == "loaded 0" else 1)
+    compiling._loading.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
