@@ -84,10 +84,9 @@ def split_in_registers(tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def copy_in(weight, high, low, memory, barriers, n, m, first, steps, DEPTH_FIRST: gl.constexpr, CONFIG: gl.constexpr):
+def copy_in(weight, high, low, memory, barriers, n, m, first, steps, DEPTH_FIRST: gl.constexpr, STAGES: gl.constexpr):
     """The producer."""
-    STAGES: gl.constexpr = CONFIG.stages
-    BYTES: gl.constexpr = (BLOCK_N * 4 + 2 * CONFIG.block_m * 2) * BLOCK_K
+    BYTES: gl.constexpr = (BLOCK_N * 4 + 2 * high.block_shape[0] * 2) * BLOCK_K
     weight_tiles, input_tiles = memory
     ready, empty = barriers
     for step in range(0, steps):
@@ -117,12 +116,11 @@ def multiply(
     steps,
     HALF: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
-    CONFIG: gl.constexpr,
+    IN_PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """A consumer: HALF of a tile's rows. While it splits a step's, the other one multiplies."""
-    BLOCK_M: gl.constexpr = CONFIG.block_m
-    STAGES: gl.constexpr = CONFIG.stages
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     weight_tiles, input_tiles = memory
     input_scale, weight_scale = scales
@@ -155,7 +153,7 @@ def multiply(
     is_left = (balance < 0) & (rows < N)
     gl.store(weight_scale + rows, gl.full_like(rows, float("nan"), dtype=gl.float32), mask=is_left)
     gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=is_left)
-    if PARTS == 1:
+    if not IN_PARTS:
         total *= gl.expand_dims(gl.load(input_scale + columns, mask=columns < M, other=1.0), 0)
         if bias is not None:
             total += gl.expand_dims(gl.load(bias + rows, mask=rows < N, other=0.0), 1)
@@ -169,38 +167,41 @@ def linear_registers_kernel(
     weight,  # a descriptor of [N, K] float32, rows or depth first
     high,  # those of the input's parts, [M, K] float16
     low,
-    output,  # [M, N] float32; of more than one part [PARTS, M, N], for ``add_parts_kernel``
+    output,  # [M, N] float32; IN_PARTS [parts, M, N], for ``add_parts_kernel``
     scales,  # pointers to [M], and to [N] zeros: NaN is stored for a row that is left to ``linear_rest_kernel``
     bias,  # [N] float32 or None
     any_rest,  # [1] int32: set to 1 where a row is left
     M,
     N,
     steps,  # of BLOCK_K terms
+    part_steps,  # those of a part
     DEPTH_FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
-    CONFIG: gl.constexpr,
+    IN_PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """input @ weight.T: tiles of the weight's rows, by tiles of the input's, by parts of the sum."""
     wait_for_launch_before()
-    STAGES: gl.constexpr = CONFIG.stages
     weight_tiles = gl.allocate_shared_memory(gl.float32, [STAGES] + weight.block_shape, weight.layout)
     input_tiles = gl.allocate_shared_memory(gl.float16, [2 * STAGES] + high.block_shape, high.layout)
     memory, barriers = (weight_tiles, input_tiles), (new_barriers(STAGES, 1), new_barriers(STAGES, 2))
     fence_async_shared()
-    n, m, part = gl.program_id(0) * BLOCK_N, gl.program_id(1) * CONFIG.block_m, gl.program_id(2)
-    first = part * CONFIG.steps
-    steps = gl.minimum(steps - first, CONFIG.steps)
+    n, m, part = gl.program_id(0) * BLOCK_N, gl.program_id(1) * BLOCK_M, gl.program_id(2)
+    first = part * part_steps
+    steps = gl.minimum(steps - first, part_steps)
     place = (n, m, part, M, N)
     # fmt: off
     gl.warp_specialize(
         [
             (multiply, (
-                output, scales, bias, any_rest, memory, barriers, place, steps, 0, DEPTH_FIRST, PARTS, CONFIG,
+                output, scales, bias, any_rest, memory, barriers, place, steps,
+                0, DEPTH_FIRST, IN_PARTS, BLOCK_M, STAGES,
             )),
             (multiply, (
-                output, scales, bias, any_rest, memory, barriers, place, steps, 1, DEPTH_FIRST, PARTS, CONFIG,
+                output, scales, bias, any_rest, memory, barriers, place, steps,
+                1, DEPTH_FIRST, IN_PARTS, BLOCK_M, STAGES,
             )),
-            (copy_in, (weight, high, low, memory, barriers, n, m, first * BLOCK_K, steps, DEPTH_FIRST, CONFIG)),
+            (copy_in, (weight, high, low, memory, barriers, n, m, first * BLOCK_K, steps, DEPTH_FIRST, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -273,9 +274,11 @@ def linear_registers(
         M,
         N,
         blocks_of(K, depth),
+        config.steps,
         DEPTH_FIRST=is_depth_first,
-        PARTS=parts,
-        CONFIG=config,
+        IN_PARTS=parts > 1,
+        BLOCK_M=config.block_m,
+        STAGES=config.stages,
         config=config,
         num_warps=4,
     )
