@@ -34,6 +34,7 @@ from ops.composed_modules import (  # noqa: E402
     LinearLayerNorm,
 )
 from ops.explain import ExplainedCall, ExplainedStep, Explanation, LeftStep, explain  # noqa: E402
+from ops.float32_products import faster_float32  # noqa: E402
 from ops.functions import (  # noqa: E402
     bias_hardtanh_mish,
     conv_transpose2d_gelu_group_norm,
@@ -76,6 +77,7 @@ __all__ = [
     "conv_transpose2d_group_norm",
     "decompositions",
     "explain",
+    "faster_float32",
     "fuse",
     "gelu_group_norm",
     "group_norm",

@@ -1,19 +1,23 @@
-"""Exact float32 products of compiled graphs that no chain holds, forward and backward: calls of ours take their place.
+"""Exact float32 products that no chain holds, forward and backward: calls of ours take their place, in compiled graphs
+and in eager code where a person asks for it.
 
 At the precision "highest", Hopper's tensor cores multiply split operands (``triton_kernels.float32_split``) in a half
-to a quarter of cuBLAS's time. In the graphs behind autograd all that multiplies two matrices is ``aten.mm``,
+to a quarter of cuBLAS's time. Behind autograd all that multiplies two matrices is ``aten.mm``,
 ``aten.addmm`` or, for einsum, ``aten.bmm`` of one matrix: layers, attention's projections, and the gradients of all.
 Inductor calls cuBLAS there, so nothing is fused less. PyTorch's setting decides
 (``torch.backends.cuda.matmul.fp32_precision``); graphs are cached by it.
 """
 
+import functools
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import operators, precision
 from ops.calls import Call
@@ -25,7 +29,7 @@ _log = logging.getLogger("ops.backend")
 
 aten = torch.ops.aten
 
-#: Where this environment variable is 0 when the package is imported, compiled graphs keep cuBLAS's products.
+#: Where this environment variable is 0 when the package is imported, cuBLAS's products stay.
 SWITCH_VARIABLE = "NORMFUSE_FLOAT32"
 IS_ON = os.environ.get(SWITCH_VARIABLE, "1").lower() not in ("0", "false", "no", "off")
 
@@ -34,9 +38,46 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _CALL = Call(LINEAR, (None,) * len(LINEAR.steps), (False,) * len(LINEAR.steps))
 
 
+@functools.cache
+def _text(has_bias: bool) -> str:
+    return replace(_CALL, present=(has_bias,) * len(LINEAR.steps)).text_in_graph
+
+
+class faster_float32(TorchDispatchMode):
+    """Within this context, float32 products of two matrices for which the kernels are faster than cuBLAS are theirs.
+
+    It holds for eager code, forward and backward: layers, ``@``, ``torch.matmul``, ``F.linear`` and their gradients,
+    where ``backward`` is called in the context too. The precision stays PyTorch's own: where
+    ``torch.backends.cuda.matmul.fp32_precision`` allows TF32, nothing changes. Nor do products of batches, of other
+    dtypes, on other GPUs than Hopper, and in compiled functions. The host takes some microseconds more for each
+    operator, so it is for models whose products are large.
+
+    Example::
+
+        with ops.faster_float32():
+            loss = model(input).square().mean()
+            loss.backward()
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """That compiled functions run as they do outside."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if not options and function in _PRODUCTS and IS_ON:
+            are_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in arguments)
+            if are_plain and _pays(arguments):
+                *bias, input, matrix = arguments
+                if input.ndim == 2:
+                    return operators.FORWARD.one(_text(bool(bias)), [input, matrix.T, *bias], False)
+                return operators.FORWARD.one(_text(False), [input[0], matrix[0].T], False).unsqueeze(0)
+        return function(*arguments, **(options or {}))
+
+
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
-    taken = [node for node in graph.nodes if node.target in _PRODUCTS and _pays(node)]
+    taken = [node for node in graph.nodes if node.target in _PRODUCTS and _is_faster(node)]
     for node in taken:
         _replace(node)
     if taken:
@@ -44,24 +85,28 @@ def take_over(graph: Graph) -> None:
         graph.lint()
 
 
-def _pays(node: Node) -> bool:
-    """Whether it is a float32 product on Hopper, of known sizes, for which cuBLAS takes longer."""
-    values: Any = [each.meta.get("val") for each in node.args if isinstance(each, Node)]
-    if len(values) < len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
+def _is_faster(node: Node) -> bool:
+    values = [each.meta.get("val") for each in (*node.args, node) if isinstance(each, Node)]
+    if len(values) <= len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
         return False
-    if not all(isinstance(each, torch.Tensor) for each in (*values, node.meta.get("val"))):
-        return False  # as yet unknown, behind another's pass
-    if not all(type(size) is int for each in values for size in (*each.shape, *each.stride())):
+    # Another's pass may have left a value unknown.
+    return all(isinstance(each, torch.Tensor) for each in values) and _pays(values[:-1])
+
+
+def _pays(operands: Sequence[Any]) -> bool:
+    """Whether these are an input and a matrix, perhaps behind a bias, of a float32 product on Hopper, of known sizes,
+    for which cuBLAS takes longer."""
+    *bias, input, matrix = operands
+    if input.dtype != torch.float32 or not runs_hopper_kernels(input.device):
         return False
-    *bias, input, matrix = values
+    if not all(type(size) is int for each in operands for size in (*each.shape, *each.stride())):
+        return False
     if input.ndim == 3:
         if len(input) != 1:
             return False
         input, matrix = input[0], matrix[0]
     return (
-        input.dtype == torch.float32
-        and all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
-        and runs_hopper_kernels(input.device)
+        all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
         and precision.float32_parts() == 2
         and (
             precision.splits_in_registers(input, matrix.T) or not precision.multiplies_by_cublas(input, matrix.shape[1])
@@ -76,8 +121,7 @@ def _replace(node: Node) -> None:
         if is_batch:
             input, matrix = (call_like(node, aten.select.int, each, 0, 0) for each in (input, matrix))
         weight = call_like(node, aten.permute.default, matrix, [1, 0])
-        text = replace(_CALL, present=(bool(bias),) * len(LINEAR.steps)).text_in_graph
-        result = call_like(node, operators.FORWARD.one, text, [input, weight, *bias], False)
+        result = call_like(node, operators.FORWARD.one, _text(bool(bias)), [input, weight, *bias], False)
         if is_batch:
             result = call_like(node, aten.unsqueeze.default, result, 0)
     node.replace_all_uses_with(result)

@@ -211,10 +211,10 @@ def test_captured_in_a_graph():
         assert relative_error(output[17], input[17].double() @ weight.double().T) <= TOLERANCES[2]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_products_of_compiled_graphs(caplog):
-    """Forward and backward, with Inductor: at most cuBLAS's error, and a call in the place of each product. The first
-    layer and its function are a chain, which computes three of the six."""
+@pytest.fixture
+def layers():
+    """Two layers and a function, and a step: the output and all gradients, in float64, by eager PyTorch, and what makes
+    a step's error at most PyTorch's."""
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1536), torch.nn.Tanh(), torch.nn.Linear(1536, 1024)).to(DEVICE)
@@ -227,8 +227,29 @@ def test_products_of_compiled_graphs(caplog):
 
     expected = step(exact, input.detach().double().requires_grad_())
     eager = step(model, input)
+
+    def check(results):
+        for want, theirs, ours in zip(expected, eager, results, strict=True):
+            assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want) + 2 * torch.finfo(torch.float32).eps
+
+    return model, lambda function: step(function, input), check
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_products_of_compiled_graphs(layers, caplog):
+    """Forward and backward, with Inductor: at most cuBLAS's error, and a call in the place of each product. The first
+    layer and its function are a chain, which computes three of the six."""
+    model, step, check = layers
     with caplog.at_level("INFO", "ops.backend"), torch.compiler.config.patch(force_disable_caches=True):
-        compiled = step(torch.compile(model, backend=normfuse), input)
+        check(step(torch.compile(model, backend=normfuse)))
     assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 3
-    for want, theirs, ours in zip(expected, eager, compiled, strict=True):
-        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want) + 2 * torch.finfo(torch.float32).eps
+
+
+def test_products_of_eager_code(layers):
+    """Forward and backward, where autograd runs in another thread: at most cuBLAS's error, and none of its products."""
+    model, step, check = layers
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, ops.faster_float32():
+        results = step(model)
+    check(results)
+    called = {each.key: each.count for each in profile.key_averages()}
+    assert called["normfuse::forward"] == 6

@@ -1,5 +1,5 @@
-"""Promise: in compiled graphs, float32 products of known sizes that pay become calls of this project's, and their
-values stay.
+"""Promise: in compiled graphs, and in eager code in ``faster_float32``, float32 products of known sizes that pay become
+calls of this project's, and their values stay.
 
 A stand-in for Inductor applies the pass to the graphs behind autograd. ``tests/test_gpu_split.py`` runs Inductor.
 """
@@ -12,7 +12,9 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ops
 from ops import float32_products, operators
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -94,19 +96,19 @@ def test_any_strides(compiled):
     assert taken(compiled.graphs) == [3]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda a, b, c: torch.addmm(c, a, b, beta=0.5),
-        lambda a, b, c: torch.addmm(c, a, b, alpha=2),
-        lambda a, b, c: torch.addmm(c.expand(a.shape[0], -1).contiguous(), a, b),
-        lambda a, b, c: torch.addmm(c[:1], a, b),
-        lambda a, b, c: a.double() @ b.double(),
-        lambda a, b, c: a.bfloat16() @ b.bfloat16(),
-        lambda a, b, c: a.int() @ b.int(),
-        lambda a, b, c: torch.bmm(torch.stack([a, a]), torch.stack([b, b])),
-    ],
-)
+LEFT = [
+    lambda a, b, c: torch.addmm(c, a, b, beta=0.5),
+    lambda a, b, c: torch.addmm(c, a, b, alpha=2),
+    lambda a, b, c: torch.addmm(c.expand(a.shape[0], -1).contiguous(), a, b),
+    lambda a, b, c: torch.addmm(c[:1], a, b),
+    lambda a, b, c: a.double() @ b.double(),
+    lambda a, b, c: a.bfloat16() @ b.bfloat16(),
+    lambda a, b, c: a.int() @ b.int(),
+    lambda a, b, c: torch.bmm(torch.stack([a, a]), torch.stack([b, b])),
+]
+
+
+@pytest.mark.parametrize("function", LEFT)
 def test_what_is_left(compiled, function):
     torch.manual_seed(0)
     given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
@@ -132,6 +134,96 @@ def test_what_does_not_pay_is_left(compiled, monkeypatch):
     monkeypatch.setattr(float32_products.precision, "multiplies_by_cublas", lambda *_: True)
     compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
     assert taken(compiled.graphs) == [0]
+
+
+class Called(TorchDispatchMode):
+    """Keeps what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.graphs = [[]]
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.graphs[0].append(function)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What is called in its context, as if all products paid."""
+    monkeypatch.setattr(float32_products, "runs_hopper_kernels", lambda device: True)
+    return Called()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_eager_step(called, name):
+    make, counts = MODELS[name]
+    torch.manual_seed(0)
+    model, input = make(), torch.randn(2, 20, 32, requires_grad=True)
+    expected = torch.autograd.grad(model(input).square().sum(), [input, *model.parameters()])
+    with called, ops.faster_float32():
+        gradients = torch.autograd.grad(model(input).square().sum(), [input, *model.parameters()])
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+    assert taken(called.graphs) == [sum(counts)] and left(called.graphs) == 0
+
+
+def test_eager_functions(called):
+    torch.manual_seed(0)
+    a, b, c = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    calls = [
+        lambda: a @ b,
+        lambda: torch.matmul(a.view(2, 12, 16), b),
+        lambda: torch.einsum("ik,kj->ij", a, b),
+        lambda: torch.bmm(a[None], b[None]),
+        lambda: torch.addmm(c, a, b),
+        lambda: nn.functional.linear(a, b.T, c),
+    ]
+    for number, call in enumerate(calls, 1):
+        with called, ops.faster_float32(), torch.no_grad():
+            result = call()
+        torch.testing.assert_close(result, call(), rtol=1e-5, atol=1e-5)
+        assert taken(called.graphs) == [number]
+    assert left(called.graphs) == 0
+
+
+@pytest.mark.parametrize("function", LEFT)
+def test_what_eager_code_leaves(called, function):
+    torch.manual_seed(0)
+    given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    with called, ops.faster_float32():
+        result = function(*given)
+    torch.testing.assert_close(result, function(*given))
+    assert taken(called.graphs) == [0] and left(called.graphs) == 1
+
+
+def test_outside_all_is_pytorchs(called, monkeypatch):
+    """Behind the context, at another precision, where products are turned off, and subclasses of tensors."""
+    layer, input = nn.Linear(16, 32), torch.randn(24, 16)
+
+    class Other(torch.Tensor):
+        pass
+
+    with called:
+        with ops.faster_float32():
+            result = layer(input.as_subclass(Other))
+            assert type(result) is Other
+        layer(input).sum().backward()
+        torch.set_float32_matmul_precision("high")
+        with ops.faster_float32():
+            layer(input)
+        torch.set_float32_matmul_precision("highest")
+        monkeypatch.setattr(float32_products, "IS_ON", False)
+        with ops.faster_float32():
+            layer(input)
+    assert taken(called.graphs) == [0]
+
+
+def test_compiled_functions_run_in_the_context(compiled):
+    function, given = compiled(torch.mm), (torch.randn(24, 16), torch.randn(16, 32))
+    with ops.faster_float32():
+        result = function(*given)
+    torch.testing.assert_close(result, torch.mm(*given), rtol=1e-5, atol=1e-5)
+    assert taken(compiled.graphs) == [1]
 
 
 @pytest.mark.parametrize("value, is_there", [("0", False), ("off", False), ("1", True), (None, True)])
