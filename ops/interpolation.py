@@ -7,6 +7,7 @@ kernel with what is around it. The forward pass is PyTorch's, which gathers alre
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _MOST_TERMS = 16
 #: windows are narrow.
 _WIDEST_WINDOW = 8
 _CUBIC = -0.75  # the kernel's parameter in PyTorch
+#: With a scale that is a whole number all inputs have the same parts but so many, at the ends, apart from rounding.
+_MOST_OTHERS, _SLACK = 2, 1e-9
 
 
 @dataclass(frozen=True)
@@ -83,36 +86,63 @@ class _Axis:
         width = int((lasts - (inputs * rise + shift) // run).max()) + 1
         return rise, run, shift, max(width, 1)
 
-    def parts(self, output: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor | None]]:
-        """The inputs that outputs are made of, with their weights; None for 1."""
-        last = self.size - 1
-        if self.taps == 1:  # in float32, whatever is interpolated
-            return [(self.source(output.to(torch.float32)).to(torch.int64).clamp(max=last), None)]
-        place = self.source(output.to(dtype))
-        first = place.floor()
-        t, first = place - first, first.to(torch.int64)
-        weights = [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
-        return [((first - 1 + i).clamp(0, last), weight) for i, weight in enumerate(weights)]
+    def parts(self, output: Any) -> list[tuple[Any, Any]]:
+        """The inputs that outputs are made of, with their weights, for floating-point tensors and arrays."""
+        place, last = self.source(output), self.size - 1
+        first = place // 1
+        if self.taps == 1:
+            return [(first.clip(0, last), 1.0)]
+        t = place - first
+        weights = [1 - t, t] if self.taps == 2 else [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
+        return [((first + i + 1 - self.taps // 2).clip(0, last), weight) for i, weight in enumerate(weights)]
 
-    def terms(self, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """For each place of the windows: which output is there for each input, whether that has a part of it, and how
-        large a part; None for all."""
+    def weight(self, output: Any, input: Any) -> Any:
+        """How large a part outputs have of inputs, which are whole numbers."""
+        return functools.reduce(operator.add, [weight * (part == input) for part, weight in self.parts(output)])
+
+    @functools.cached_property
+    def regular(self) -> list[tuple[float, dict[int, float]]] | None:
+        """For each place of the windows: how large a part the output there has of each input, and of which few inputs
+        another. None where that differs more, as with a scale that is no whole number."""
+        rise, run, shift, width = self.window
+        inputs, found = numpy.arange(self.size), []
+        for place in range(width if run == 1 else 0):
+            outputs = inputs * rise + shift + place
+            inside = (outputs >= 0) & (outputs < self.outputs)
+            weights = self.weight(outputs.astype(numpy.float32 if self.taps == 1 else numpy.float64), inputs) * inside
+            most = float(numpy.median(weights))
+            others = numpy.flatnonzero(abs(weights - most) > _SLACK)
+            if most == 0 or len(others) > _MOST_OTHERS:
+                return None
+            found.append((most, {int(each): float(weights[each]) for each in others}))
+        return found or None
+
+    def terms(self, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Any, Tensor | None]]:
+        """For each place of the windows: which output is there for each input, how large a part it has of that, and
+        whether it has one; None for all."""
         rise, run, shift, width = self.window
         input = torch.arange(self.size, device=device)
-        first = torch.div(input * rise + shift, run, rounding_mode="floor")
-        found = []
-        for i in range(width):
-            output = first + i
+        if self.regular is not None:
+            found = []
+            for place, (most, others) in enumerate(self.regular):
+                first, end = shift + place, (self.size - 1) * rise + shift + place + 1
+                output = torch.arange(first, end, rise, device=device)
+                output = output.clamp(min=0) if first < 0 else output
+                output = output.clamp(max=self.outputs - 1) if end > self.outputs else output
+                found.append((output, *_weights(input, most, others, dtype)))
+            return found
+        first, found = torch.div(input * rise + shift, run, rounding_mode="floor"), []
+        for place in range(width):
+            output = first + place
             inside = (output >= 0) & (output < self.outputs)
             output = torch.where(inside, output, 0)
+            number = output.to(torch.float32 if self.taps == 1 else dtype)
             if self.taps == 2:  # a few operations instead of many: Inductor handles each again for each term
-                distance = (self.source(output.to(dtype)).clip(max=self.size - 1) - input).abs()
-                found.append((output, inside & (distance < 1), 1 - distance))
-                continue
-            parts = [(inside & (part == input), weight) for part, weight in self.parts(output, dtype)]
-            is_part = functools.reduce(torch.logical_or, [each for each, _ in parts])
-            weights = [torch.where(each, weight, 0.0) for each, weight in parts if weight is not None]
-            found.append((output, is_part, functools.reduce(torch.add, weights) if weights else None))
+                distance = (self.source(number).clip(max=self.size - 1) - input).abs()
+                found.append((output, 1 - distance, inside & (distance < 1)))
+            else:
+                weight = self.weight(number, input)
+                found.append((output, weight, inside & (weight != 0)))
         return found
 
 
@@ -126,13 +156,29 @@ def _gather(gradient: Tensor, axes: Sequence[_Axis], dim: int) -> Tensor:
             return at(gradient, places, dim)
         behind = [1] * (gradient.ndim - dim - len(places) - 1)
         found: Any = 0.0
-        for output, is_part, weight in terms[len(places)]:
+        for output, weight, is_part in terms[len(places)]:
             values = total(*places, output)
-            values = values if weight is None else values * weight.view(-1, *behind)
-            found = found + torch.where(is_part.view(-1, *behind), values, 0.0)
+            if isinstance(weight, Tensor):
+                values = values * weight.view(-1, *behind)
+            elif weight != 1:
+                values = values * weight
+            found = found + (values if is_part is None else torch.where(is_part.view(-1, *behind), values, 0.0))
         return found
 
     return total()
+
+
+def _weights(input: Tensor, most: float, others: dict[int, float], dtype: torch.dtype) -> tuple[Any, Tensor | None]:
+    """How large a part each input has, and whether it has one; None for all."""
+    weight, is_part = most, None
+    for each, other in others.items():
+        if other == 0:  # what is there may be infinite
+            is_part = input != each if is_part is None else is_part & (input != each)
+            continue
+        if not isinstance(weight, Tensor):
+            weight = torch.full([1], weight, dtype=dtype, device=input.device)
+        weight = torch.where(input == each, other, weight)
+    return weight, is_part
 
 
 def at(image: Tensor, places: Sequence[Tensor], dim: int = 2) -> Tensor:
@@ -164,14 +210,16 @@ class _Interpolate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        result = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        axes = ctx.axes
+        axes, wide = ctx.axes, torch.promote_types(gradient.dtype, torch.float32)
+        # As the image lies: what is indexed is contiguous.
+        is_last = suggest_memory_format(gradient) != torch.contiguous_format
+        result = (gradient.movedim(1, -1) if is_last else gradient).to(wide)
         while axes:
             last = len(axes) - 1
             first = next((i for i in range(last) if _terms(axes[i:]) <= _MOST_TERMS), last)
-            result, axes = _gather(result, axes[first:], 2 + first), axes[:first]
-        format = suggest_memory_format(gradient)
-        return result.to(ctx.dtype).contiguous(memory_format=format), None, None
+            result, axes = _gather(result, axes[first:], 2 - is_last + first), axes[:first]
+        result = result.to(ctx.dtype)
+        return result.movedim(-1, 1) if is_last else result, None, None
 
 
 def _interpolate(input, text, size, scale_factor, align_corners, recompute_scale_factor):

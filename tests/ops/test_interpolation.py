@@ -187,16 +187,29 @@ def test_no_images():
     assert input.grad.shape == input.shape
 
 
-def test_infinities():
-    """They reach the inputs that their output is made of, and no others."""
-    input = torch.randn(1, 1, 6, requires_grad=True)
-    gradient = torch.zeros(1, 1, 12)
-    gradient[..., 5] = torch.inf
-    for mode, reached in ("nearest", [2]), ("linear", [2, 3]):
-        (found,) = torch.autograd.grad(
-            gathered(input, None, [2.0], mode, None if mode == "nearest" else False), input, gradient
-        )
-        assert found.flatten().isinf().nonzero().flatten().tolist() == reached and not found.isnan().any()
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "bicubic"])
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_infinities(mode, align_corners, size):
+    """The gradient of each output reaches the inputs that this is made of, and no others."""
+    for outputs in range(1, 4 * size + 1):
+        places = [1] * (mode == "bicubic")
+        input = torch.randn(outputs, 1, *places, size, requires_grad=True)
+        gradient = torch.eye(outputs).view(outputs, 1, *places, outputs)
+        arguments = [*places, outputs], None, mode, None if mode.startswith("nearest") else align_corners
+        result = gathered(input, *arguments)
+        (part,) = torch.autograd.grad(result, input, gradient, retain_graph=True)
+        (found,) = torch.autograd.grad(result, input, gradient.where(gradient == 0, torch.inf))
+        assert torch.equal(found.isinf(), part != 0) and not found.isnan().any()
+
+
+@pytest.mark.parametrize("scale", [2.0, 2.0001, 3.0])
+def test_scales_that_are_nearly_whole(scale):
+    input = torch.randn(1, 1, 40, dtype=torch.float64, requires_grad=True)
+    arguments = None, [scale], "linear", False, None
+    torch.testing.assert_close(
+        gradients(gathered, input, arguments)[1], gradients(as_compiled, input, arguments)[1], rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.usefixtures("fresh_compiler")
