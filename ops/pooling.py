@@ -8,7 +8,6 @@ made of once for each: a kernel of ours gathers them.
 
 import ast
 import dataclasses
-import functools
 import itertools
 import math
 import operator
@@ -42,8 +41,8 @@ _MOST_PLACES = 16
 _MOST_WINDOWS = 9
 
 
-def _at_place(input: Tensor, axes: Sequence[PooledAxis], place: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """What lies at a place of each window, and which of that is in the image; None for all."""
+def _at_place(input: Tensor, axes: Sequence[PooledAxis], place: Sequence[int]) -> Tensor:
+    """What lies at a place of each window; beside the image, -infinity."""
     inside = None
     for number, (axis, each) in enumerate(zip(axes, place, strict=True)):
         dim, first = number + 2, each - axis.padding
@@ -55,7 +54,15 @@ def _at_place(input: Tensor, axes: Sequence[PooledAxis], place: Sequence[int]) -
         input = at(input, [row.clamp(0, axis.size - 1)], dim)
         is_there = _along((row >= 0) & (row < axis.size), number, len(axes))
         inside = is_there if inside is None else inside & is_there
-    return input, inside
+    return input if inside is None else torch.where(inside, input, -math.inf)
+
+
+def _first(axes: Sequence[PooledAxis], device: torch.device) -> Tensor:
+    """The number of the first place of each window that is in the image."""
+    if not any(axis.padding for axis in axes):
+        return torch.zeros([], dtype=torch.int8, device=device)
+    rows = [axis.padding - torch.arange(axis.outputs, device=device) * axis.stride for axis in axes]
+    return _number(axes, [_along(row.clamp(min=0), i, len(axes)) for i, row in enumerate(rows)]).to(torch.int8)
 
 
 def _window(axis: PooledAxis, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -77,20 +84,15 @@ def _along(each: Tensor, axis: int, dims: int) -> Tensor:
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, axes, written_by):
-        places = list(itertools.product(*[range(axis.kernel) for axis in axes]))
-        found = [_at_place(input, axes, place) for place in places]
-        best = functools.reduce(
-            torch.maximum, [each if inside is None else torch.where(inside, each, -math.inf) for each, inside in found]
-        )
-        # The first of equal values is chosen, of several NaNs the last: the highest of these ranks.
-        ranks = []
-        for place, (values, inside) in zip(places, found, strict=True):
-            number, is_best, is_nan = _number(axes, place), values == best, values.isnan()
-            if inside is not None:
-                is_best, is_nan = is_best & inside, is_nan & inside
-            rank = torch.where(is_nan, number, torch.full_like(values, -_MOST_PLACES, dtype=torch.int8))
-            ranks.append(torch.where(is_best, -number, rank))
-        chosen = functools.reduce(torch.maximum, ranks).abs()
+        # The first of equal values is chosen, of several NaNs the last. In 16 bits Inductor may compute a value that is
+        # read twice in float32 there and rounded here: none need equal the best.
+        first, *others = itertools.product(*[range(axis.kernel) for axis in axes])
+        best = _at_place(input, axes, first)
+        chosen = _first(axes, input.device).expand(best.shape)
+        for place in others:
+            values = _at_place(input, axes, place)
+            chosen = torch.where((values > best) | values.isnan(), _number(axes, place), chosen)
+            best = torch.maximum(best, values)
         ctx.axes, ctx.written_by = axes, written_by
         # As the input lies: what is indexed is contiguous.
         format = suggest_memory_format(input)
@@ -217,6 +219,6 @@ def _arguments(node: Node) -> tuple | None:
     if max(map(math.prod, (kernel, stride))) > _MOST_PLACES or 0 in input.shape:
         return None
     windows = math.prod(map(blocks_of, kernel, stride))
-    if overlap and not (windows <= _MOST_WINDOWS and precision.runs_kernels(input)):
+    if math.prod(kernel) == 1 or overlap and not (windows <= _MOST_WINDOWS and precision.runs_kernels(input)):
         return None
     return given["input"], fingerprint([]), outputs, kernel, stride, padding, bool(given.get("ceil_mode"))

@@ -93,6 +93,7 @@ LEFT = {
     "a large window": lambda x: F.max_pool2d(x, 5),
     "windows that overlap, in float64": lambda x: F.max_pool2d(x.double(), 3, (3, 2), 1),
     "many windows that overlap": lambda x: F.max_pool2d(x, 4, 1),
+    "one place": lambda x: F.max_pool2d(x, 1),
     "integers": lambda x: F.max_pool2d(x.to(torch.int64), 2),
 }
 
@@ -106,6 +107,28 @@ def test_what_is_taken(function, is_taken):
 @pytest.mark.usefixtures("fresh_compiler")
 def test_open_sizes_are_left():
     assert OPERATOR not in nodes_of(lambda x: F.max_pool2d(x, 2), IMAGE, dynamic=True)
+
+
+@pytest.mark.parametrize("autocasts", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("options", [{"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1}], ids=str)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_is_rounded_once(options, autocasts):
+    """In 16 bits Inductor may round the largest value and not the values that it is found among."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(**options), nn.Conv2d(8, 8, 3)
+    )
+    image = torch.randn(2, 3, 16, 16)
+    if not autocasts:
+        model, image = model.bfloat16(), image.bfloat16()
+
+    def step(function):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            output = function(image)
+        return torch.autograd.grad(output.float().square().sum(), model.parameters())
+
+    for found, expected in zip(step(torch.compile(model, backend="normfuse")), step(model), strict=True):
+        assert (found - expected).norm() <= 0.1 * expected.norm()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
