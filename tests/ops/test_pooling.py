@@ -109,26 +109,22 @@ def test_open_sizes_are_left():
     assert OPERATOR not in nodes_of(lambda x: F.max_pool2d(x, 2), IMAGE, dynamic=True)
 
 
-@pytest.mark.parametrize("autocasts", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("options", [{"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1}], ids=str)
 @pytest.mark.usefixtures("fresh_compiler")
-def test_what_is_rounded_once(options, autocasts):
-    """In 16 bits Inductor may round the largest value and not the values that it is found among."""
+def test_what_is_rounded_once(options):
+    """In 16 bits Inductor may round the largest value and not the values that it is found among. (Of nearly equal ones
+    eager PyTorch may choose another.)"""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(**options), nn.Conv2d(8, 8, 3)
-    )
-    image = torch.randn(2, 3, 16, 16)
-    if not autocasts:
-        model, image = model.bfloat16(), image.bfloat16()
+    conv = nn.Conv2d(8, 8, 3, dtype=torch.bfloat16)
+    a, b = (torch.randn(2, 8, 16, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
 
-    def step(function):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-            output = function(image)
-        return torch.autograd.grad(output.float().square().sum(), model.parameters())
+    def forward(a, b):
+        return conv(F.max_pool2d((a * b).relu(), **options))
 
-    for found, expected in zip(step(torch.compile(model, backend="normfuse")), step(model), strict=True):
-        assert (found - expected).norm() <= 0.1 * expected.norm()
+    with torch.compiler.config.patch(force_disable_caches=True):  # which do not know this project's code
+        found = differentiated(torch.compile(forward, backend="normfuse"), a, [b])
+    for own, expected in zip(found, differentiated(forward, a, [b]), strict=True):
+        assert (own - expected).norm() <= 0.2 * expected.norm()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
