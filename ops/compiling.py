@@ -1,14 +1,14 @@
 """Threads make plans, and compile and load kernels: those of a plan side by side, and what two plans need once.
 
-Triton compiles a kernel where it is called first, and again in each thread that calls it meanwhile. It loads a kernel,
-and has a C compiler build what launches it, where it is run first.
+Triton compiles a kernel where it is called first, and again in each thread that calls it meanwhile. It loads a kernel
+where it is run first, for which Triton 3.6 has a C compiler build what launches it.
 """
 
 import functools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,11 +17,16 @@ import torch
 from triton_kernels.launch import current
 
 _MOST_THREADS = 8
-#: By what tells specializations apart: one thread compiles, others wait and find what it made.
+#: By what tells specializations apart, and by compiled kernels: one thread compiles or loads, others wait and find what
+#: it did. A kernel that is being loaded looks as if it were loaded.
 _locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
+_finding = threading.Lock()
 _compiled: set[Hashable] = set()
-#: A kernel that another thread is loading looks as if it were loaded.
-_loading = threading.Lock()
+
+
+def _lock(key: Hashable) -> threading.Lock:
+    with _finding:
+        return _locks[key]
 
 
 @functools.cache
@@ -32,10 +37,10 @@ def threads(purpose: str) -> ThreadPoolExecutor:
 
 def _after_fork() -> None:
     """A child has none of the threads."""
-    global _loading
+    global _finding
     threads.cache_clear()
     _locks.clear()
-    _loading = threading.Lock()
+    _finding = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -47,23 +52,35 @@ def begin(
 ) -> Any:
     """A kernel that was compiled for arguments like these and is loaded on the device, or the future that it is."""
     kinds = map(_kind, [parameter.is_constexpr for parameter in kernel.params], arguments)
-    key = kernel, device, *kinds, *sorted(options.items(), key=str)
+    key = kernel, device, *kinds, *sorted(options.items())
 
     def compile() -> Any:
         with current(device):
-            with _locks[key]:
+            with _lock(key):
                 compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
-            with _loading:
-                _ = compiled.run  # it is loaded as this is read
+            with _lock(compiled):
+                _ = compiled[grid]  # it is loaded for this, a function that launches it
         _compiled.add(key)
         return compiled
 
-    return compile() if key in _compiled else threads("kernels").submit(compile)
+    if key in _compiled:
+        return compile()
+    try:
+        return threads("kernels").submit(compile)
+    except RuntimeError:  # the interpreter ends, and starts no threads
+        return compile()
 
 
-def finished(kernel: Any) -> Any:
-    """The kernel that ``begin`` began."""
-    return kernel.result() if isinstance(kernel, Future) else kernel
+def finished(kernels: Iterable[Any]) -> list[Any]:
+    """The kernels that ``begin`` began. Where one fails, those that are not begun yet are given up."""
+    begun = list(kernels)
+    try:
+        return [each.result() if isinstance(each, Future) else each for each in begun]
+    except BaseException:
+        for each in begun:
+            if isinstance(each, Future):
+                each.cancel()
+        raise
 
 
 def _kind(is_constexpr: bool, value: Any) -> Hashable:
@@ -71,9 +88,11 @@ def _kind(is_constexpr: bool, value: Any) -> Hashable:
     if is_constexpr:
         return value
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16
+        return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() > 31
+    if type(value) is float:
+        return float
     if isinstance(value, (tuple, list)):
         return tuple(_kind(False, each) for each in value)
     if hasattr(value, "block_shape"):  # a tensor descriptor, Triton's or Gluon's

@@ -149,7 +149,8 @@ class Planner:
         for result in results:
             self._use(result, len(self._noted), True).meta = result
         slots = [self._buffers[_storage(result)].slot for result in results]
-        noted = [replace(each, run=compiling.finished(each.run)) for each in self._noted]
+        runs = compiling.finished(each.run for each in self._noted)
+        noted = [replace(each, run=run) for each, run in zip(self._noted, runs, strict=True)]
         return Plan(self._device, self._arguments, self._buffers, noted, slots)
 
     def _note(self, noted: Noted) -> None:

@@ -1,6 +1,6 @@
 """Max pooling in compiled graphs with a backward pass that gathers.
 
-PyTorch's keeps an index of 64 bits for each output, and in 3-D its gradient is added with atomics. Here an output keeps
+PyTorch's keeps an index of 64 bits for each output, and in 3-D its gradient is added with atomics. Here an output has
 the place in its window, in 8 bits, and each input reads the windows that it is in. Where that is one, it is plain aten,
 which Inductor puts into kernels with what is around it. Of several, Inductor would compute all that their gradients are
 made of once for each: a kernel of ours gathers them.

@@ -14,6 +14,16 @@ from ops import compiling
 DEVICE = torch.device("cpu")
 
 
+class Compiled:
+    """In the place of Triton's: it is loaded as it is asked for what launches it."""
+
+    def __init__(self):
+        self.loads = 0
+
+    def __getitem__(self, grid):
+        self.loads += 1
+
+
 class Kernel:
     """In the place of Triton's: its parameters are a tensor, a size and a constexpr."""
 
@@ -28,7 +38,7 @@ class Kernel:
         self.most_at_once = max(self.most_at_once, self.at_once)
         if key not in self.kept:
             self.compile()
-            self.kept[key] = SimpleNamespace(run=f"loaded {len(self.kept)}")
+            self.kept[key] = Compiled()
         self.at_once -= 1
         return self.kept[key]
 
@@ -40,44 +50,66 @@ def begin(kernel, size, constexpr=1, dtype=torch.float32, **options):
 def test_kernels_are_compiled_side_by_side():
     both = threading.Barrier(3)
     kernels = [Kernel(lambda: both.wait(timeout=60)) for _ in range(3)]
-    assert len({compiling.finished(each).run for each in [begin(each, 32) for each in kernels]}) == 1
+    assert all(each.loads == 1 for each in compiling.finished([begin(each, 32) for each in kernels]))
 
 
 @pytest.mark.parametrize("other", [{"size": 33}, {"constexpr": 2}, {"dtype": torch.float16}, {"num_warps": 8}], ids=str)
 def test_so_are_specializations(other):
     both = threading.Barrier(2)
     kernel = Kernel(lambda: both.wait(timeout=60))
-    found = [compiling.finished(each) for each in [begin(kernel, 32), begin(kernel, **{"size": 32} | other)]]
-    assert found[0] is not found[1]
+    first, second = compiling.finished([begin(kernel, 32), begin(kernel, **{"size": 32} | other)])
+    assert first is not second
 
 
 def test_a_specialization_is_compiled_once():
-    """Whatever the sizes: while one thread compiles it, others wait."""
+    """Whatever the sizes and numbers: while one thread compiles it, others wait."""
     begun = threading.Event()
     kernel = Kernel(lambda: begun.wait(timeout=60))
     futures = [begin(kernel, 16 * size) for size in range(2, 6)]
     assert all(isinstance(each, Future) for each in futures)
     wait(futures, timeout=0.2)
     begun.set()
-    assert len({id(compiling.finished(each)) for each in futures}) == 1 == kernel.most_at_once
-    assert begin(kernel, 160) is compiling.finished(futures[0])  # no thread is asked
+    first, *others = compiling.finished(futures)
+    assert all(each is first for each in others) and kernel.most_at_once == 1
+    assert begin(kernel, 160) is first  # no thread is asked
+    assert compiling._kind(False, 0.5) == compiling._kind(False, 1e-5)
 
 
-def test_errors_are_raised():
+def test_where_one_fails():
+    """Its error is raised, those that have not begun never do, and a failure is no kernel."""
+
     def fail():
         raise RuntimeError("no such instruction")
 
+    held = threading.Event()
+    slow, kernel = [Kernel(lambda: held.wait(timeout=60)) for _ in range(40)], Kernel(fail)
+    failed, *begun = begin(kernel, 32), *[begin(each, 32) for each in slow]
     with pytest.raises(RuntimeError, match="no such instruction"):
-        compiling.finished(begin(Kernel(fail), 32))
+        compiling.finished([failed, *begun])
+    held.set()
+    wait(begun)
+    assert sum(each.cancelled() for each in begun) == len(slow) - compiling._MOST_THREADS
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        compiling.finished([begin(kernel, 32)])
+
+
+def test_at_the_end_of_the_process(monkeypatch):
+    """No thread can be started then."""
+
+    def refuse(*_):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(compiling, "threads", lambda purpose: SimpleNamespace(submit=refuse))
+    assert begin(Kernel(), 32).loads == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_child_has_threads_of_its_own():
-    compiling.finished(begin(Kernel(), 32))
-    compiling._loading.acquire()
+    compiling.finished([begin(Kernel(), 32)])
+    compiling._finding.acquire()
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # ends it
-        os._exit(0 if compiling.finished(begin(Kernel(), 48)).run == "loaded 0" else 1)
-    compiling._loading.release()
+        os._exit(0 if compiling.finished([begin(Kernel(), 48)])[0].loads == 1 else 1)
+    compiling._finding.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
