@@ -91,7 +91,7 @@ def float32_by_cublas(M: int, N: int, K: int) -> bool:
 
 def float32_in_registers(M: int, N: int, K: int) -> bool:
     """Whether a float32 product [M, K] @ [N, K].T of few rows is faster than cuBLAS's with the weight split in
-    registers. (H100: 0.34 to 0.99 of its time; smaller ones up to 2.1.)"""
+    registers. (H100: 0.36 to 0.99 of its time; smaller ones up to 2.1.)"""
     is_large = N * K >= FEWEST_WEIGHTS or M * N * K >= FEWEST_PRODUCTS
     return FEWEST_ROWS <= M < MANY_ROWS and min(N, K) >= FEWEST_COLUMNS and is_large
 
