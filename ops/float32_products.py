@@ -89,29 +89,44 @@ def _is_faster(node: Node) -> bool:
     values = [each.meta.get("val") for each in (*node.args, node) if isinstance(each, Node)]
     if len(values) <= len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
         return False
-    # Another's pass may have left a value unknown.
-    return all(isinstance(each, torch.Tensor) for each in values) and _pays(values[:-1])
+    if not all(isinstance(each, torch.Tensor) for each in values):
+        return False  # as yet unknown, behind another's pass
+    operands: list[Any] = values[:-1]
+    # An open size is taken as it is in the call that is compiled. Each call decides for itself again.
+    is_decided = operands[-1].ndim == 2 or type(operands[-1].shape[0]) is int
+    if len(operands) == 3:  # PyTorch may repeat a bias
+        is_decided &= all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
+    as_called = [_as_called(each) for each in operands] if is_decided else [None]
+    return all(each is not None for each in as_called) and _pays(as_called)
+
+
+def _as_called(tensor: Any) -> torch.Tensor | None:
+    """A tensor like this one with the sizes of the call that is compiled. None where values decide one."""
+    sizes = [*tensor.shape, *tensor.stride()]
+    if all(type(each) is int for each in sizes):
+        return tensor
+    numbers = [each if type(each) is int else each.node.hint for each in sizes]
+    if None in numbers:
+        return None
+    with tensor.fake_mode:
+        shape, stride = numbers[: tensor.ndim], numbers[tensor.ndim :]
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
 def _pays(operands: Sequence[Any]) -> bool:
-    """Whether these are an input and a matrix, perhaps behind a bias, of a float32 product on Hopper, of known sizes,
-    for which cuBLAS takes longer."""
+    """Whether these are an input and a matrix, perhaps behind a bias, of a float32 product on Hopper for which cuBLAS
+    takes longer."""
     *bias, input, matrix = operands
-    if input.dtype != torch.float32 or not runs_hopper_kernels(input.device):
-        return False
-    if not all(type(size) is int for each in operands for size in (*each.shape, *each.stride())):
+    if input.dtype != torch.float32 or not runs_hopper_kernels(input.device) or precision.float32_parts() != 2:
         return False
     if input.ndim == 3:
         if len(input) != 1:
             return False
         input, matrix = input[0], matrix[0]
-    return (
-        all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
-        and precision.float32_parts() == 2
-        and (
-            precision.splits_in_registers(input, matrix.T) or not precision.multiplies_by_cublas(input, matrix.shape[1])
-        )
-    )
+    if any(tuple(each.shape) != (matrix.shape[1],) for each in bias):
+        return False
+    in_registers = precision.splits_in_registers(input, matrix.T)
+    return in_registers or not precision.multiplies_by_cublas(input, matrix.shape[1])
 
 
 def _replace(node: Node) -> None:

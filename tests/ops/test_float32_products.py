@@ -123,10 +123,39 @@ def test_the_setting_decides(compiled, setting, count):
     assert taken(compiled.graphs) == [count]
 
 
-def test_open_sizes_are_left(compiled):
-    function = compiled(torch.mm, dynamic=True)
-    given = torch.randn(24, 16), torch.randn(16, 32)
-    torch.testing.assert_close(function(*given), torch.mm(*given))
+def test_open_sizes(compiled):
+    """One graph for all: forward, and the gradients, of which one has open terms."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8, bias=False))
+    function = compiled(model, dynamic=True, fullgraph=True)
+    for rows in 24, 7, 50:
+        input = torch.randn(rows, 16, requires_grad=True)
+        torch._dynamo.mark_dynamic(input, 0)
+        results = [each(input) for each in (model, function)]
+        gradients = [torch.autograd.grad(each.square().sum(), [input, *model.parameters()]) for each in results]
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    assert taken(compiled.graphs) == [2, 4] and left(compiled.graphs) == 0
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (torch.mm, [torch.randn(24, 16), torch.randn(16, 32)]),
+        (lambda a, b: a.T @ b, [torch.randn(24, 16), torch.randn(24, 32)]),
+        (lambda a, b: a @ b.T, [torch.randn(24, 16), torch.randn(40, 16)]),
+    ],
+)
+def test_where_all_sizes_are_open(compiled, function, given):
+    torch.testing.assert_close(compiled(function, dynamic=True)(*given), function(*given), rtol=1e-5, atol=1e-5)
+    assert taken(compiled.graphs) == [1]
+
+
+def test_a_size_that_values_decide_is_left(compiled):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        function = compiled(lambda a, b: a[a[:, 0] > 0] @ b, fullgraph=True)
+        given = torch.randn(24, 16), torch.randn(16, 32)
+        torch.testing.assert_close(function(*given), given[0][given[0][:, 0] > 0] @ given[1])
     assert taken(compiled.graphs) == [0]
 
 
