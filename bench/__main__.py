@@ -13,6 +13,7 @@ _COMMANDS = {
     "first-call": "bench.first_call",
     "merge": "bench.results",
     "models": "bench.models",
+    "products": "bench.products",
     "report": "bench.report",
     "tensor-parallel": "bench.tensor_parallel",
 }

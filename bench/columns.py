@@ -13,9 +13,11 @@ from bench.schema import (
     CALLS,
     KINDS,
     OURS,
+    PRODUCT_WAYS,
     PYTORCH,
     CapturedRow,
     FirstCallRow,
+    ProductRow,
     TensorParallelRow,
     TimesRow,
 )
@@ -210,3 +212,24 @@ WAY_COSTS: list[Column] = [
 WAY_KERNELS: list[Column] = [(kind, partial(_kernels, kind)) for kind in KINDS]
 #: Of a line that is one way of a model's row.
 WAY: list[Column] = [*WAY_TIMES, *WAY_COSTS, *WAY_KERNELS]
+
+
+def _of_product(name: str, row: ProductRow) -> str:
+    """A way's microseconds, and ours over them."""
+    figures = row.way(name)
+    ratio = "" if figures.ours_over is None or name == OURS else f" ({figures.ours_over:.2f})"
+    return f"{number(figures.us)}{ratio}"
+
+
+def _product_errors(what: str, row: ProductRow) -> str:
+    return pair([getattr(row.way(name), what) for name in (OURS, "cublas")])
+
+
+PRODUCTS: list[Column] = [
+    SHAPE,
+    *((f"{name}, µs", partial(_of_product, name)) for name in PRODUCT_WAYS),
+    *(
+        (name, partial(_product_errors, what))
+        for name, what in (("error", "error"), ("of positive numbers", "positive_error"), ("bias", "bias"))
+    ),
+]

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autotune_configs.command_line import Parser, names, positive
 from bench import results
-from bench.cells import DTYPES, Cell
+from bench.cells import DTYPES
 from bench.chains import CHAINS, NAMED
 from bench.schema import ALL_MODES, MODES, SCHEMA, Header, Row, Run
 
@@ -162,7 +162,7 @@ class Recording:
     def say(self, line: str, style: str | None = None) -> None:
         self._progress.console.print(escape(line), style=style)
 
-    def run(self, cells: Sequence[Cell], measure: Callable[[Cell], Any], summary: Callable[[Any], str]) -> int:
+    def run(self, cells: Sequence[Any], measure: Callable[[Any], Any], summary: Callable[[Any], str]) -> int:
         """Measure cell by cell, with a summary of each; returns the exit status."""
         with self:
             for cell in cells:

@@ -26,6 +26,7 @@ from bench.schema import (
     FirstCallRow,
     Header,
     ModelRow,
+    ProductRow,
     Row,
     Run,
     TensorParallelRow,
@@ -219,6 +220,7 @@ class DeviceResults:
     commits: list[CommitsRow] = field(default_factory=list)
     tritons: list[TritonsRow] = field(default_factory=list)
     models: list[ModelRow] = field(default_factory=list)
+    products: list[ProductRow] = field(default_factory=list)
 
     @property
     def slug(self) -> str:

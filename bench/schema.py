@@ -26,6 +26,9 @@ CALLS = EAGER, COMPILED, CAPTURED = "eager", "compile", "graph"
 #: How a whole model runs: as written, and by each of the others. Those with CUDA graphs end in ``GRAPHS``.
 GRAPHS = "-graphs"
 WAYS = ("eager", "fuse", "inductor", "inductor-2.15", "normfuse", f"inductor{GRAPHS}", f"normfuse{GRAPHS}")
+#: How a float32 product is computed: by ``ops.linear``, by cuBLAS in float32, by Triton as three TF32 products, and by
+#: cuBLAS in TF32 and bfloat16.
+PRODUCT_WAYS = (OURS, "cublas", "tf32x3", "tf32", "bfloat16")
 #: Kinds of kernels, by their names.
 KINDS = ("convolution", "product", "attention", "Inductor's", "ours", "copy", "other")
 
@@ -347,6 +350,32 @@ class WayLine(NamedTuple):
         return self.figures.failure is not None
 
 
+@dataclass(frozen=True)
+class ProductFigures:
+    """One way to compute a product. Errors are against float64."""
+
+    #: Microseconds of the device, and our time over it: the median of the rounds' ratios.
+    us: float | None = None
+    ours_over: float | None = None
+    #: The norm of the difference over that of the product, of normally distributed numbers and of positive ones.
+    error: float | None = None
+    positive_error: float | None = None
+    #: The mean of the relative differences, of positive numbers.
+    bias: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductRow(Row):
+    """A row of ``python -m bench products``: a product without a chain, each way to compute it."""
+
+    rounds: int | None = None
+    ways: dict[str, ProductFigures] = field(default_factory=dict)
+
+    def way(self, name: str) -> ProductFigures:
+        """Empty where it was not measured."""
+        return self.ways.get(name, ProductFigures())
+
+
 ROWS: dict[str, type[Row]] = {
     "times": TimesRow,
     "captured": CapturedRow,
@@ -355,4 +384,5 @@ ROWS: dict[str, type[Row]] = {
     "commits": CommitsRow,
     "tritons": TritonsRow,
     "models": ModelRow,
+    "products": ProductRow,
 }

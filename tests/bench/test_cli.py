@@ -59,7 +59,10 @@ def python(*arguments, check=True):
         (["--rounds", "0"], "--rounds: '0' is not a positive integer"),
         (["--rounds", "2.5"], "--rounds: '2.5' is not a positive integer"),
         (["--warm-up", "3"], "unrecognized arguments: --warm-up 3"),
-        (["l94"], "'l94' is no command: there are captured, first-call, merge, models, report, tensor-parallel"),
+        (
+            ["l94"],
+            "'l94' is no command: there are captured, first-call, merge, models, products, report, tensor-parallel",
+        ),
         (["--grid", "--shapes", "8x64x64"], "--shapes: not allowed with argument --grid"),
         (["--grid", "--chains", "l94,l19"], "--grid: l19 has no grid"),
     ],
@@ -86,7 +89,7 @@ COMMANDS = {
 
 def test_help():
     """No help text shows an empty default."""
-    for command in ("", "captured", "first-call", "merge", "report", "tensor-parallel"):
+    for command in ("", "captured", "first-call", "merge", "products", "report", "tensor-parallel"):
         result = python("-m", "bench", *command.split(), "--help")
         assert result.stdout.startswith(f"usage: python -m bench {command}".rstrip()), result.stdout
         assert "default: None" not in result.stdout and "default: []" not in result.stdout

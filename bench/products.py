@@ -1,0 +1,146 @@
+"""``python -m bench products``: float32 products without a chain, beside what else computes them."""
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from autotune_configs.command_line import Parser, positive
+from bench.cells import Call
+from bench.columns import PRODUCTS, console_table, number
+from bench.recording import Recording, has_gpu
+from bench.schema import OURS, ProductFigures, ProductRow
+from bench.sizes import FORMS, sizes_of
+from bench.timing import device_clock, median_ratio, time_rounds, warm_up
+
+_BATCHES = (16, 64, 128, 256, 512, 1024, 4096, 8192)
+_FEATURES = (512, 2048, 8192)
+#: A result with a larger error is no float32 result.
+_LARGEST_ERROR = 1e-6
+
+Tensor = torch.Tensor
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(each) for each in text.split(",")]
+
+
+def main(arguments: list[str], prog: str) -> int:
+    parser = Parser(
+        prog=prog,
+        description='Time ops.linear without steps for float32 at the precision "highest", and the same by cuBLAS in '
+        "float32 (cublas), TF32 (tf32) and bfloat16, and by Triton as three TF32 products (tf32x3). Errors are against "
+        "float64, of normally distributed numbers and of positive ones. Needs a GPU. Exit status: 0, 1 if ours is "
+        "wrong, 2 for a bad argument or without a GPU.",
+    )
+    for name, values in ("--batches", _BATCHES), ("--features", _FEATURES):
+        help = "rows of the input" if name == "--batches" else "in and out, each with every batch"
+        parser.add_argument(name, type=_numbers, default=",".join(map(str, values)), help=help)
+    parser.add_argument("--rounds", type=positive, default=20, help="timed calls of each, interleaved")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="keep the rows here, as JSON Lines, as they come")
+    options = parser.parse_args(arguments)
+    if not has_gpu():
+        parser.error("needs a GPU")
+    device = torch.device("cuda")
+    shapes = [f"{batch}x{features}x{features}" for features in options.features for batch in options.batches]
+    recording = Recording(options.output, "products", device, show, len(shapes))
+    clock = device_clock(device)
+    return recording.run(shapes, partial(measure, device=device, rounds=options.rounds, clock=clock), _summary)
+
+
+def measure(shape: str, device: torch.device, rounds: int, clock: Callable[[Call], float]) -> ProductRow:
+    """Errors first; where ours is wrong, nothing is timed."""
+    row = ProductRow(
+        chain="linear", product="GEMM", shape=shape, dtype="float32", precision="highest", mode="forward", rounds=rounds
+    )
+    batch, features_in, features_out = sizes_of(shape)
+    generator = torch.Generator(device).manual_seed(batch + features_in + features_out)
+
+    def draw(rows: int) -> Tensor:
+        return torch.randn(rows, features_in, device=device, generator=generator)
+
+    with torch.no_grad(), _fp32_precision("ieee"):
+        input, weight = draw(batch), draw(features_out)
+        errors = [_errors(*each) for each in ((input, weight), (input.abs(), weight.abs()))]
+        ways = {
+            name: ProductFigures(error=errors[0][name][0], positive_error=errors[1][name][0], bias=errors[1][name][1])
+            for name in errors[0]
+        }
+        ours = ways[OURS]
+        if not max(ours.error or 0.0, ours.positive_error or 0.0) <= _LARGEST_ERROR:
+            return replace(row, ways=ways, red=True)
+        calls = _calls(input, weight)
+        for call in calls.values():
+            warm_up(call)
+        times = time_rounds(calls, rounds, clock)
+    for name, found in times.items():
+        figures = {"us": statistics.median(found), "ours_over": median_ratio(times, OURS, name)}
+        ways[name] = replace(ways[name], **figures)
+    return replace(row, ways=ways)
+
+
+@contextlib.contextmanager
+def _fp32_precision(name: str) -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = name
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _calls(input: Tensor, weight: Tensor) -> dict[str, Call]:
+    """By the way's name, of ``PRODUCT_WAYS``."""
+    import ops
+    from autotune_configs import linear_config
+    from triton_kernels.chains import LINEAR
+    from triton_kernels.linear import linear
+
+    (M, K), N = input.shape, len(weight)
+    config = linear_config(LINEAR.kernel, torch.float32, M, N, K, 1, input.device, None)
+    narrow = input.bfloat16(), weight.bfloat16()
+
+    def tf32() -> Tensor:
+        with _fp32_precision("tf32"):
+            return F.linear(input, weight)
+
+    def tf32x3() -> Tensor:
+        output = torch.empty(M, N, device=input.device)
+        linear(input, weight, LINEAR, config, [None], output=output, input_precision="tf32x3")
+        return output
+
+    return {
+        OURS: lambda: ops.linear(input, weight),
+        "cublas": lambda: F.linear(input, weight),
+        "tf32x3": tf32x3,
+        "tf32": tf32,
+        "bfloat16": lambda: F.linear(*narrow),
+    }
+
+
+def _errors(input: Tensor, weight: Tensor) -> dict[str, tuple[float, float]]:
+    """By the way's name: the norm of the difference from float64 over that of the product, and the mean of the relative
+    differences."""
+    exact = input.double() @ weight.double().T
+    differences = {name: call().double() - exact for name, call in _calls(input, weight).items()}
+    return {
+        name: (float(each.norm() / exact.norm()), float((each / exact).mean())) for name, each in differences.items()
+    }
+
+
+def show(rows: Sequence[ProductRow]) -> list:
+    caption = f"{FORMS['GEMM']}; µs on the device; errors: ours / cuBLAS, of normal and of positive numbers"
+    return [console_table("Float32 products at the precision highest", PRODUCTS[1:], rows, caption)]
+
+
+def _summary(row: ProductRow) -> str:
+    ours, cublas = row.way(OURS), row.way("cublas")
+    if row.red:
+        return f"{row.shape}: wrong: an error of {number(ours.error, '.1e')}, {number(ours.positive_error, '.1e')}"
+    return f"{row.shape}: {number(ours.us)} µs, {number(cublas.ours_over, '.2f')} of cuBLAS's {number(cublas.us)}"
