@@ -8,10 +8,11 @@ Inductor calls cuBLAS there, so nothing is fused less. PyTorch's setting decides
 (``torch.backends.cuda.matmul.fp32_precision``); graphs are cached by it.
 """
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,8 @@ def _text(has_bias: bool) -> str:
     return replace(_CALL, present=(has_bias,) * len(LINEAR.steps)).text_in_graph
 
 
-class faster_float32(TorchDispatchMode):
+@contextlib.contextmanager
+def faster_float32() -> Iterator[None]:
     """Within this context, float32 products of two matrices for which the kernels are faster than cuBLAS are theirs.
 
     It holds for eager code, forward and backward: layers, ``@``, ``torch.matmul``, ``F.linear`` and their gradients,
@@ -59,7 +61,11 @@ class faster_float32(TorchDispatchMode):
             loss = model(input).square().mean()
             loss.backward()
     """
+    with _Products():
+        yield
 
+
+class _Products(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """That compiled functions run as they do outside."""
