@@ -124,7 +124,9 @@ def _pays(operands: Sequence[Any]) -> bool:
     """Whether these are an input and a matrix, perhaps behind a bias, of a float32 product on Hopper for which cuBLAS
     takes longer."""
     *bias, input, matrix = operands
-    if input.dtype != torch.float32 or not runs_hopper_kernels(input.device) or precision.float32_parts() != 2:
+    if input.dtype != torch.float32 or precision.why_no_kernels(input) or not runs_hopper_kernels(input.device):
+        return False
+    if precision.float32_parts() != 2:
         return False
     if input.ndim == 3:
         if len(input) != 1:

@@ -4,6 +4,7 @@ calls of this project's, and their values stay.
 A stand-in for Inductor applies the pass to the graphs behind autograd. ``tests/test_gpu_split.py`` runs Inductor.
 """
 
+import os
 import subprocess
 import sys
 
@@ -245,6 +246,25 @@ def test_outside_all_is_pytorchs(called, monkeypatch):
         with ops.faster_float32():
             layer(input)
     assert taken(called.graphs) == [0]
+
+
+ON_THE_CPU = """
+import torch
+import ops
+
+layer, input = torch.nn.Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+(expected,) = torch.autograd.grad(layer(input).square().sum(), input)
+with ops.faster_float32():
+    torch.testing.assert_close(torch.autograd.grad(layer(input).square().sum(), input), (expected,))
+compiled = torch.compile(layer, backend="normfuse")
+torch.testing.assert_close(torch.autograd.grad(compiled(input).square().sum(), input), (expected,))
+"""
+
+
+def test_on_the_cpu():
+    """Without Triton's interpreter, and where there is no GPU that Triton knows, all is PyTorch's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True, env=environment)
 
 
 def test_compiled_functions_run_in_the_context(compiled):
