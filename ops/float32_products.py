@@ -52,8 +52,8 @@ def faster_float32() -> Iterator[None]:
     where ``backward`` is called in the context too. The precision stays PyTorch's own: where
     ``torch.backends.cuda.matmul.fp32_precision`` allows TF32, nothing changes. Nor do products of batches, of other
     dtypes, on other GPUs than Hopper, and in compiled functions. The host takes some microseconds more for each
-    operator, so it is for models whose products are large. ``ops.explain`` of a function that enters the context
-    tells each product.
+    operator, so it is for models whose products are large. What PyTorch computes whole, as a TransformerEncoderLayer
+    in evaluation, stays whole. ``ops.explain`` of a function that enters the context tells each product.
 
     Example::
 
@@ -66,20 +66,42 @@ def faster_float32() -> Iterator[None]:
 
 
 class _Products(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """That compiled functions run as they do outside."""
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if not options and function in _PRODUCTS and IS_ON:
-            are_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in arguments)
-            if are_plain and _pays(arguments):
+        given = options or {}
+        if function in _PRODUCTS:
+            if IS_ON and not given and _is_valid(function, arguments) and _pays(arguments):
                 *bias, input, matrix = arguments
                 if input.ndim == 2:
                     return operators.FORWARD.one(_text(bool(bias)), [input, matrix.T, *bias], False)
                 return operators.FORWARD.one(_text(False), [input[0], matrix[0].T], False).unsqueeze(0)
-        return function(*arguments, **(options or {}))
+        elif torch.is_inference_mode_enabled() and isinstance(function, torch._ops.OpOverload):
+            with self:  # there a layer's product has not been reached yet
+                result = function.decompose(*arguments, **given)
+            if result is not NotImplemented:
+                return result
+        return function(*arguments, **given)
+
+
+def _is_valid(function: Any, operands: Sequence[Any]) -> bool:
+    """Whether these are plain tensors which PyTorch would multiply. What it refuses it shall refuse."""
+    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in operands):
+        return False
+    *_, input, matrix = operands
+    if any(each.is_nested or each.layout != torch.strided for each in operands):
+        return False
+    dims = 3 if function is aten.bmm.default else 2
+    return (
+        input.ndim == matrix.ndim == dims
+        and (*input.shape[:-2], input.shape[-1]) == tuple(matrix.shape[:-1])
+        and all((each.dtype, each.device) == (input.dtype, input.device) for each in operands)
+    )
 
 
 def take_over(graph: Graph) -> None:

@@ -212,14 +212,15 @@ class _Interpolate(torch.autograd.Function):
     def backward(ctx, gradient):
         axes, wide = ctx.axes, torch.promote_types(gradient.dtype, torch.float32)
         # As the image lies: what is indexed is contiguous.
-        is_last = suggest_memory_format(gradient) != torch.contiguous_format
+        format = suggest_memory_format(gradient)
+        is_last = format != torch.contiguous_format
         result = (gradient.movedim(1, -1) if is_last else gradient).to(wide)
         while axes:
             last = len(axes) - 1
             first = next((i for i in range(last) if _terms(axes[i:]) <= _MOST_TERMS), last)
             result, axes = _gather(result, axes[first:], 2 - is_last + first), axes[:first]
-        result = result.to(ctx.dtype)
-        return result.movedim(-1, 1) if is_last else result, None, None
+        result = (result.movedim(-1, 1) if is_last else result).to(ctx.dtype)
+        return result.contiguous(memory_format=format), None, None
 
 
 def _interpolate(input, text, size, scale_factor, align_corners, recompute_scale_factor):

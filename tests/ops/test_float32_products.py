@@ -226,6 +226,61 @@ def test_what_eager_code_leaves(called, function):
     assert taken(called.graphs) == [0] and left(called.graphs) == 1
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, b, c: nn.functional.linear(a[:, :12], b.T),
+        lambda a, b, c: torch.mm(a, torch.cat([b, b])),
+        lambda a, b, c: torch.mm(a, b.double()),
+        lambda a, b, c: torch.mm(a, b.bfloat16()),
+        lambda a, b, c: torch.mm(a, b.cfloat()),
+        lambda a, b, c: torch.addmm(c.double(), a, b),
+        lambda a, b, c: torch.addmm(c, a[None], b[None]),
+        lambda a, b, c: torch.bmm(a[None], torch.stack([b, b])),
+        lambda a, b, c: torch.bmm(a[None], b[None, :8]),
+        lambda a, b, c: torch.mm(a[None], b),
+    ],
+)
+def test_what_pytorch_refuses_is_refused(called, call):
+    given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    with pytest.raises(RuntimeError) as expected:
+        call(*given)
+    with ops.faster_float32(), pytest.raises(RuntimeError) as found:
+        call(*given)
+    assert str(found.value) == str(expected.value)
+
+
+def test_other_layouts(called):
+    """Sparse and nested tensors say that they are plain ones."""
+    a, b = torch.randn(24, 16).relu(), torch.randn(16, 8)
+    nested = [torch.nested.nested_tensor([each]) for each in (a, b)]
+    with called, ops.faster_float32():
+        for each in a.to_sparse_csr(), a.to_sparse():
+            torch.testing.assert_close(each @ b, a @ b)
+        torch.testing.assert_close(torch.bmm(*nested)[0], a @ b)
+    assert taken(called.graphs) == [3]  # the expected ones
+
+
+def test_inference_mode(called):
+    model, input = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), torch.randn(2, 24, 16)
+    with torch.inference_mode():
+        expected = model(input) @ model[0].weight.T
+        with called, ops.faster_float32():
+            result = model(input) @ model[0].weight.T
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert taken(called.graphs) == [3] and left(called.graphs) == 0
+
+
+def test_higher_order_operators(called):
+    def function(x, w):
+        return torch.cond(x.sum() > 0, lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos(), (x, w))
+
+    given = torch.randn(24, 16), torch.randn(16, 8)
+    with ops.faster_float32():
+        result = function(*given)
+    torch.testing.assert_close(result, function(*given), rtol=1e-5, atol=1e-5)
+
+
 def test_outside_all_is_pytorchs(called, monkeypatch):
     """Behind the context, at another precision, where products are turned off, and subclasses of tensors."""
     layer, input = nn.Linear(16, 32), torch.randn(24, 16)

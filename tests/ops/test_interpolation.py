@@ -181,6 +181,20 @@ def test_open_sizes(monkeypatch):
     assert counter.frame_count == 3 and taken(counter) == (2, 1)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("scale", [2.0, 1.5])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 3, 2)], ids=str)
+def test_strides(order, scale, mode):
+    """PyTorch's, however the gradient lies."""
+    input = torch.randn(2, 3, 6, 8, requires_grad=True)
+    arguments = None, [scale] * 2, mode, None if mode == "nearest" else False
+    result = gathered(input, *arguments)
+    gradient = torch.randn([result.shape[each] for each in order]).permute([order.index(each) for each in range(4)])
+    (found,) = torch.autograd.grad(result, input, gradient)
+    format = torch.channels_last if order == (0, 2, 3, 1) else torch.contiguous_format
+    assert found.is_contiguous(memory_format=format)
+
+
 def test_no_images():
     input = torch.randn(0, 3, 4, 4, requires_grad=True)
     gathered(input, None, [2.0, 2.0], "bilinear", False).sum().backward()
