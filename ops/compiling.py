@@ -58,8 +58,9 @@ def begin(
         with current(device):
             with _lock(key):
                 compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
-            with _lock(compiled):
-                _ = compiled[grid]  # it is loaded for this, a function that launches it
+            if compiled is not None:  # as where kernels are compiled offline
+                with _lock(compiled):
+                    _ = compiled[grid]  # it is loaded for this, a function that launches it
         _compiled.add(key)
         return compiled
 
