@@ -226,7 +226,6 @@ def _product_errors(what: str, row: ProductRow) -> str:
 
 
 PRODUCTS: list[Column] = [
-    SHAPE,
     *((f"{name}, µs", partial(_of_product, name)) for name in PRODUCT_WAYS),
     *(
         (name, partial(_product_errors, what))

@@ -1,8 +1,8 @@
 """``python -m bench products``: float32 products without a chain, beside what else computes them."""
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from autotune_configs.command_line import Parser, positive
 from bench.cells import Call
 from bench.columns import PRODUCTS, console_table, number
+from bench.compositions import setting
 from bench.recording import Recording, has_gpu
 from bench.schema import OURS, ProductFigures, ProductRow
 from bench.sizes import FORMS, sizes_of
 from bench.timing import device_clock, median_ratio, time_rounds, warm_up
 
-_BATCHES = (16, 64, 128, 256, 512, 1024, 4096, 8192)
-_FEATURES = (512, 2048, 8192)
+_BATCHES, _FEATURES = "16,64,128,256,512,1024,4096,8192", "512,2048,8192"
 #: A result with a larger error is no float32 result.
 _LARGEST_ERROR = 1e-6
 
@@ -38,9 +38,8 @@ def main(arguments: list[str], prog: str) -> int:
         "float64, of normally distributed numbers and of positive ones. Needs a GPU. Exit status: 0, 1 if ours is "
         "wrong, 2 for a bad argument or without a GPU.",
     )
-    for name, values in ("--batches", _BATCHES), ("--features", _FEATURES):
-        help = "rows of the input" if name == "--batches" else "in and out, each with every batch"
-        parser.add_argument(name, type=_numbers, default=",".join(map(str, values)), help=help)
+    parser.add_argument("--batches", type=_numbers, default=_BATCHES, help="rows of the input")
+    parser.add_argument("--features", type=_numbers, default=_FEATURES, help="in and out, each with every batch")
     parser.add_argument("--rounds", type=positive, default=20, help="timed calls of each, interleaved")
     parser.add_argument("--output", type=Path, metavar="FILE", help="keep the rows here, as JSON Lines, as they come")
     options = parser.parse_args(arguments)
@@ -66,15 +65,15 @@ def measure(shape: str, device: torch.device, rounds: int, clock: Callable[[Call
 
     with torch.no_grad(), _fp32_precision("ieee"):
         input, weight = draw(batch), draw(features_out)
-        errors = [_errors(*each) for each in ((input, weight), (input.abs(), weight.abs()))]
-        ways = {
-            name: ProductFigures(error=errors[0][name][0], positive_error=errors[1][name][0], bias=errors[1][name][1])
-            for name in errors[0]
-        }
-        ours = ways[OURS]
-        if not max(ours.error or 0.0, ours.positive_error or 0.0) <= _LARGEST_ERROR:
-            return replace(row, ways=ways, red=True)
+        above = input.abs(), weight.abs()
         calls = _calls(input, weight)
+        errors, positive = _errors(calls, input, weight), _errors(_calls(*above), *above)
+        ways = {
+            name: ProductFigures(error=errors[name][0], positive_error=positive[name][0], bias=positive[name][1])
+            for name in calls
+        }
+        if not all(error <= _LARGEST_ERROR for error in (errors[OURS][0], positive[OURS][0])):  # nor where it is NaN
+            return replace(row, ways=ways, red=True)
         for call in calls.values():
             warm_up(call)
         times = time_rounds(calls, rounds, clock)
@@ -84,15 +83,9 @@ def measure(shape: str, device: torch.device, rounds: int, clock: Callable[[Call
     return replace(row, ways=ways)
 
 
-@contextlib.contextmanager
-def _fp32_precision(name: str) -> Iterator[None]:
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = name
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+def _fp32_precision(name: str) -> AbstractContextManager:
+    places = torch.backends.cuda.matmul, "fp32_precision"
+    return setting(partial(getattr, *places), partial(setattr, *places), name)
 
 
 def _calls(input: Tensor, weight: Tensor) -> dict[str, Call]:
@@ -124,11 +117,11 @@ def _calls(input: Tensor, weight: Tensor) -> dict[str, Call]:
     }
 
 
-def _errors(input: Tensor, weight: Tensor) -> dict[str, tuple[float, float]]:
+def _errors(calls: Mapping[str, Call], input: Tensor, weight: Tensor) -> dict[str, tuple[float, float]]:
     """By the way's name: the norm of the difference from float64 over that of the product, and the mean of the relative
     differences."""
     exact = input.double() @ weight.double().T
-    differences = {name: call().double() - exact for name, call in _calls(input, weight).items()}
+    differences = {name: call().double() - exact for name, call in calls.items()}
     return {
         name: (float(each.norm() / exact.norm()), float((each / exact).mean())) for name, each in differences.items()
     }
@@ -136,7 +129,7 @@ def _errors(input: Tensor, weight: Tensor) -> dict[str, tuple[float, float]]:
 
 def show(rows: Sequence[ProductRow]) -> list:
     caption = f"{FORMS['GEMM']}; µs on the device; errors: ours / cuBLAS, of normal and of positive numbers"
-    return [console_table("Float32 products at the precision highest", PRODUCTS[1:], rows, caption)]
+    return [console_table("Float32 products at the precision highest", PRODUCTS, rows, caption)]
 
 
 def _summary(row: ProductRow) -> str:

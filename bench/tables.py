@@ -221,7 +221,9 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "tensor_parallel": lambda results: _rows_table(results, results.tensor_parallel, TENSOR_PARALLEL),
     "commits": _commits_table,
     "family": lambda results: _rows_table(results, results.family, FAMILY_TIMES[1:]),
-    "products": lambda results: _with_note(PRODUCTS, results.products, _times_setup(results, results.products)),
+    "products": lambda results: _with_note(
+        [SHAPE, *PRODUCTS], results.products, _times_setup(results, results.products)
+    ),
     "models": _models_table,
     "models_main": _main_models,
     "models_costs": partial(_ways_table, WAY_COSTS),

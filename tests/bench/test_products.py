@@ -43,10 +43,14 @@ def test_ways(measure):
     assert row.way("ours").us == 10 and row.way("cublas").us == 6 and row.way("ours").ours_over == 1
 
 
-def test_what_is_wrong_is_not_timed(measure, monkeypatch):
+@pytest.mark.parametrize("wrong", [lambda input: 1.0, lambda input: torch.nan if input.min() >= 0 else 0.0])
+def test_what_is_wrong_is_not_timed(measure, monkeypatch, wrong):
+    """Nor what is no number, of positive ones alone."""
     calls = products._calls
     monkeypatch.setattr(
-        products, "_calls", lambda *given: calls(*given) | {"ours": lambda: calls(*given)["cublas"]() + 1}
+        products,
+        "_calls",
+        lambda *given: calls(*given) | {"ours": lambda: calls(*given)["cublas"]() + wrong(given[0])},
     )
     row = measure()
     assert row.red and not measure.results and row.way("cublas").us is None
