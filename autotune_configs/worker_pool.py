@@ -45,9 +45,8 @@ class WorkerPool(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def exit_statuses(self) -> list[int | None]:
-        """Of the workers, which are waited for."""
-        for worker in self._workers:
-            worker.join()
+        """Of the workers. Waits for them, and ends the pool."""
+        self.shutdown()  # its thread waits: the system tells how a process ended once only, to whoever asks first
         return [worker.exitcode for worker in self._workers]
 
 

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from triton.runtime.errors import PTXASError
 from autotune_configs import precompile
 from autotune_configs.kernels import kernel_of
 from autotune_configs.precompile import Precompiler
+from autotune_configs.worker_pool import WorkerPool
 from tests.autotune_configs.entries import FIRST, GPU, SECOND, linear_problem
 from triton_kernels.linear import linear_kernel
 from triton_kernels.versions import VERSION
@@ -56,6 +59,23 @@ def test_a_compiler_that_is_killed(monkeypatch):
         assert isinstance(found[KILLED, FIRST][1], OSError) and "-9" in str(found[KILLED, FIRST][1])
         with pytest.raises(OSError, match="ended"):
             precompiler.refused(KILLED, FIRST, [SECOND])
+
+
+def test_how_a_process_ended_is_read_once(monkeypatch):
+    """The system tells it to the first thread that asks: here the pool's own, which is slow to note it."""
+    waitpid = os.waitpid
+
+    def wait(*arguments):
+        ended = waitpid(*arguments)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)
+        return ended
+
+    monkeypatch.setattr(os, "waitpid", wait)
+    with WorkerPool(1) as pool:
+        with pytest.raises(BrokenProcessPool):
+            pool.submit(signal.raise_signal, signal.SIGKILL).result()
+        assert pool.exit_statuses() == [-signal.SIGKILL]
 
 
 def test_no_process_that_compiles(monkeypatch):
