@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from bench.cells import Cell, Problem, make_step
 from bench.chains import NORMS, ROW_MINIMUM, Part
-from bench.compositions import OF_SAMPLES, Forward, cudnn_setting, jumps, plain_of, plain_product
+from bench.compositions import OF_SAMPLES, Forward, attribute, jumps, plain_of, plain_product
 from bench.schema import Errors, TimesRow
 
 #: Our error may be this many times PyTorch's ...
@@ -105,7 +105,7 @@ def check(cell: Cell, problem: Problem, ours: Forward, reference: Forward) -> Ti
             for name, tensor in problem.tensors.items()
         }
         # Convolutions then run in PyTorch's own code, as matrix products in float64, independent of what they judge.
-        with cudnn_setting("enabled", False):
+        with attribute(torch.backends.cudnn, "enabled", False):
             part = _along(over_samples["output"], samples, output_gradient).double()
             expected = results(reference, tensors, part)
         for name, exact in expected.items():

@@ -32,8 +32,9 @@ def setting(read: Callable, write: Callable, value: object) -> Iterator[None]:
         write(before)
 
 
-def cudnn_setting(name: str, value: bool) -> AbstractContextManager:
-    return setting(partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name), value)
+def attribute(owner: object, name: str, value: object) -> AbstractContextManager:
+    """A setting that is an attribute, as those of ``torch.backends``."""
+    return setting(partial(getattr, owner, name), partial(setattr, owner, name), value)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _convolution(function: Callable[..., torch.Tensor], shapes: Callable[..., tu
     return Contraction(
         "conv_bias",
         ("highest", "high"),
-        lambda precision: cudnn_setting("allow_tf32", precision == "high"),
+        lambda precision: attribute(torch.backends.cudnn, "allow_tf32", precision == "high"),
         shapes,
         function,
         bare,

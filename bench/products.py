@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from autotune_configs.command_line import Parser, positive
 from bench.cells import Call
 from bench.columns import PRODUCTS, console_table, number
-from bench.compositions import setting
+from bench.compositions import attribute
 from bench.recording import Recording, has_gpu
 from bench.schema import OURS, ProductFigures, ProductRow
 from bench.sizes import FORMS, sizes_of
@@ -84,8 +84,7 @@ def measure(shape: str, device: torch.device, rounds: int, clock: Callable[[Call
 
 
 def _fp32_precision(name: str) -> AbstractContextManager:
-    places = torch.backends.cuda.matmul, "fp32_precision"
-    return setting(partial(getattr, *places), partial(setattr, *places), name)
+    return attribute(torch.backends.cuda.matmul, "fp32_precision", name)
 
 
 def _calls(input: Tensor, weight: Tensor) -> dict[str, Call]:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,10 +77,7 @@ class _Products(TorchDispatchMode):
         given = options or {}
         if function in _PRODUCTS:
             if IS_ON and not given and _is_valid(function, arguments) and _pays(arguments):
-                *bias, input, matrix = arguments
-                if input.ndim == 2:
-                    return operators.FORWARD.one(_text(bool(bias)), [input, matrix.T, *bias], False)
-                return operators.FORWARD.one(_text(False), [input[0], matrix[0].T], False).unsqueeze(0)
+                return _multiply(lambda operator, *given: operator(*given), function, arguments)
         elif torch.is_inference_mode_enabled() and isinstance(function, torch._ops.OpOverload):
             with self:  # there a layer's product has not been reached yet
                 result = function.decompose(*arguments, **given)
@@ -156,19 +153,22 @@ def _pays(operands: Sequence[Any]) -> bool:
         input, matrix = input[0], matrix[0]
     if any(tuple(each.shape) != (matrix.shape[1],) for each in bias):
         return False
-    in_registers = precision.splits_in_registers(input, matrix.T)
-    return in_registers or not precision.multiplies_by_cublas(input, matrix.shape[1])
+    return precision.multiplier(input, matrix.T) != "cuBLAS"
+
+
+def _multiply(do: Callable[..., Any], function: Any, operands: Sequence[Any]) -> Any:
+    """What takes the place of the function's call. ``do`` calls an operator, with tensors or with nodes of a graph."""
+    *bias, input, matrix = operands
+    is_batch = function is aten.bmm.default
+    if is_batch:
+        input, matrix = (do(aten.select.int, each, 0, 0) for each in (input, matrix))
+    weight = do(aten.permute.default, matrix, [1, 0])
+    result = do(operators.FORWARD.one, _text(bool(bias)), [input, weight, *bias], False)
+    return do(aten.unsqueeze.default, result, 0) if is_batch else result
 
 
 def _replace(node: Node) -> None:
-    *bias, input, matrix = node.args
-    is_batch = node.target is aten.bmm.default
     with node.graph.inserting_before(node):
-        if is_batch:
-            input, matrix = (call_like(node, aten.select.int, each, 0, 0) for each in (input, matrix))
-        weight = call_like(node, aten.permute.default, matrix, [1, 0])
-        result = call_like(node, operators.FORWARD.one, _text(bool(bias)), [input, weight, *bias], False)
-        if is_batch:
-            result = call_like(node, aten.unsqueeze.default, result, 0)
+        result = _multiply(functools.partial(call_like, node), node.target, node.args)
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)

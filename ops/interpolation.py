@@ -105,8 +105,10 @@ class _Axis:
         """For each place of the windows: how large a part the output there has of each input, and of which few inputs
         another. None where that differs more, as with a scale that is no whole number."""
         rise, run, shift, width = self.window
+        if run != 1:
+            return None
         inputs, found = numpy.arange(self.size), []
-        for place in range(width if run == 1 else 0):
+        for place in range(width):
             outputs = inputs * rise + shift + place
             inside = (outputs >= 0) & (outputs < self.outputs)
             weights = self.weight(outputs.astype(numpy.float32 if self.taps == 1 else numpy.float64), inputs) * inside
@@ -115,7 +117,7 @@ class _Axis:
             if most == 0 or len(others) > _MOST_OTHERS:
                 return None
             found.append((most, {int(each): float(weights[each]) for each in others}))
-        return found or None
+        return found
 
     def terms(self, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Any, Tensor | None]]:
         """For each place of the windows: which output is there for each input, how large a part it has of that, and

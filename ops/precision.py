@@ -1,7 +1,7 @@
 """Where and in which precision a call runs: kernels or reference, PyTorch's float32 setting, autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -89,6 +89,15 @@ def splits_in_registers(input: torch.Tensor, weight: torch.Tensor) -> bool:
     is_exact = input.dtype == torch.float32 and float32_parts() == 2 and runs_hopper_kernels(input.device)
     are_readable = input.stride(0) >= input.stride(1) == 1 and is_matrix_copyable(weight)
     return is_exact and are_readable and float32_by_cublas(M, N, K) and float32_in_registers(M, N, K)
+
+
+def multiplier(
+    input: torch.Tensor, weight: torch.Tensor, *biases: torch.Tensor | None
+) -> Literal["kernel", "registers", "cuBLAS"]:
+    """What multiplies input [M, K] and weight [N, K]: the chains' kernel, ``linear_registers_hopper`` or cuBLAS."""
+    if not multiplies_by_cublas(input, weight.shape[0], *biases):
+        return "kernel"
+    return "registers" if splits_in_registers(input, weight) else "cuBLAS"
 
 
 def cublas_adds_bias(input: torch.Tensor, columns: int) -> bool:

@@ -103,22 +103,23 @@ def affine(
     registers, the sum of two biases is rounded too.
     """
     given: list[Any] = [bias for bias in biases if bias is not None] or [None]
-    if dtype in (None, input.dtype) and precision.multiplies_by_cublas(input, weight.shape[0], *biases):
-        shift = reduce(partial(do, torch.add), given)
-        if precision.splits_in_registers(input, weight):
-            output = torch.empty(shape, dtype=input.dtype, device=input.device)
-            _multiply_in_registers(input, weight, shift, rows_of(output))
-            return output
-        if shift is not None and precision.cublas_adds_bias(input, weight.shape[0]):
-            return do(addmm, shift, input, weight.T, shape)
-        output = do(mm, input, weight.T, shape)
-        if shift is not None:
-            do(add_to, output, shift)
+    by = precision.multiplier(input, weight, *biases) if dtype in (None, input.dtype) else "kernel"
+    if by == "kernel":
+        output = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+        chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
+        config = product_config(LINEAR, input, weight, result=output.dtype)
+        product(input, weight, chain, config, given, output=rows_of(output))
         return output
-    output = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
-    chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
-    config = product_config(LINEAR, input, weight, result=output.dtype)
-    product(input, weight, chain, config, given, output=rows_of(output))
+    shift = reduce(partial(do, torch.add), given)
+    if by == "registers":
+        output = torch.empty(shape, dtype=input.dtype, device=input.device)
+        _multiply_in_registers(input, weight, shift, rows_of(output))
+        return output
+    if shift is not None and precision.cublas_adds_bias(input, weight.shape[0]):
+        return do(addmm, shift, input, weight.T, shape)
+    output = do(mm, input, weight.T, shape)
+    if shift is not None:
+        do(add_to, output, shift)
     return output
 
 
