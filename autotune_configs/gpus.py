@@ -96,6 +96,11 @@ def float32_in_registers(M: int, N: int, K: int) -> bool:
     return FEWEST_ROWS <= M < MANY_ROWS and min(N, K) >= FEWEST_COLUMNS and is_large
 
 
+def float32_batch_in_registers(B: int, M: int, N: int, K: int) -> bool:
+    """Whether float32 products [B, M, K] @ [B, K, N] are faster than cuBLAS's with an operand split in registers."""
+    return min(M, N) >= 32 and K >= 32 and B * M * N * K >= 2**30
+
+
 #: Architecture and multiprocessors by name (NVIDIA's data sheets), for questions about a GPU that is not here.
 KNOWN = {
     "NVIDIA A100-SXM4-40GB": (80, 108),

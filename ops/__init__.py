@@ -45,6 +45,7 @@ from ops.functions import (  # noqa: E402
     linear_hardtanh_mish_group_norm,
 )
 from ops.fuse import FusedChain, FusionReport, fuse, unfuse  # noqa: E402
+from ops.matrix_products import addmm, baddbmm, bmm, matmul  # noqa: E402
 from ops.modules import (  # noqa: E402
     ConvTranspose2dGeluGroupNorm,
     LinearGroupNormHardtanh,
@@ -71,7 +72,10 @@ __all__ = [
     "LinearGroupNormMin",
     "LinearHardtanhMishGroupNorm",
     "LinearLayerNorm",
+    "addmm",
+    "baddbmm",
     "bias_hardtanh_mish",
+    "bmm",
     "conv2d_group_norm",
     "conv_transpose2d_gelu_group_norm",
     "conv_transpose2d_group_norm",
@@ -89,6 +93,7 @@ __all__ = [
     "linear_group_norm_min",
     "linear_hardtanh_mish_group_norm",
     "linear_layer_norm",
+    "matmul",
     "pointwise",
     "reference",
     "tensor_parallel",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from ops import float32_products, inductor, layouts, rewriting
+from ops import float32_products, inductor, layouts, precision, rewriting
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            return (inspect.getsource(module), change.__name__, *known) if all(known) else None  # from an archive, too
+            settings = change.__name__, precision.convolutions_allow_tf32()
+            return (inspect.getsource(module), *settings, *known) if all(known) else None  # from an archive, too
 
     return Pass()
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
-from ops import open_norms, operators, plain, pooling, precision, rewriting
+from ops import matrix_products, open_norms, operators, plain, pooling, precision, rewriting
 from ops.calls import Call, parse
 from ops.capture import in_parts
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
@@ -29,7 +29,7 @@ def _chain(text: str) -> str:
 
 
 #: By operator: what makes a title of its first argument, the call's direction, and what finds its plan.
-_PLANS: dict[Any, tuple[Callable[[str], str], str, Callable[..., Plan]]] = {
+_PLANS: dict[Any, tuple[Callable[[Any], str], str, Callable[..., Plan]]] = {
     getattr(operator, overload): (_chain, direction, plan_of)
     for operator, direction, plan_of in (
         (operators.FORWARD, "forward", operators.forward_plan),
@@ -39,6 +39,7 @@ _PLANS: dict[Any, tuple[Callable[[str], str], str, Callable[..., Plan]]] = {
 } | {
     torch.ops.normfuse.statistics.default: (_chain, "statistics", open_norms.statistics_plan),
     torch.ops.normfuse.sums.default: (_chain, "sums", open_norms.sums_plan),
+    matrix_products.PRODUCT: (matrix_products.title, "product", matrix_products.plan_of),
     torch.ops.normfuse.max_pool_backward.default: (pooling.title, "gradient", pooling.backward_plan),
 }
 
@@ -73,8 +74,8 @@ class ExplainedCall:
 
     Args:
         chain: The chain with the call's numbers.
-        direction: "forward" or "backward"; of an open norm in a compiled graph, which is Inductor's beside these,
-            "statistics" or "sums"; of a max pooling there, "gradient".
+        direction: "forward" or "backward"; of matrices without a chain, "product"; of an open norm in a compiled
+            graph, which is Inductor's beside these, "statistics" or "sums"; of a max pooling there, "gradient".
         device: Where it runs.
         steps: What runs, in order.
         result_bytes: Memory of the result, or of the gradients.

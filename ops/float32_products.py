@@ -2,56 +2,52 @@
 and in eager code where a person asks for it.
 
 At the precision "highest", Hopper's tensor cores multiply split operands (``triton_kernels.float32_split``) in a half
-to a quarter of cuBLAS's time. Behind autograd all that multiplies two matrices is ``aten.mm``,
-``aten.addmm`` or, for einsum, ``aten.bmm`` of one matrix: layers, attention's projections, and the gradients of all.
+to a quarter of cuBLAS's time. Behind autograd all that multiplies matrices is ``aten.mm``,
+``aten.addmm`` or ``aten.bmm``: layers, attention, and the gradients of all.
 Inductor calls cuBLAS there, so nothing is fused less. PyTorch's setting decides
 (``torch.backends.cuda.matmul.fp32_precision``); graphs are cached by it.
 """
 
 import contextlib
-import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import operators, precision
-from ops.calls import Call
+from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.layouts import call_like
-from triton_kernels.chains import LINEAR
-from triton_kernels.hopper import runs_hopper_kernels
-
-_log = logging.getLogger("ops.backend")
+from ops.matrix_products import PRODUCT, pays
 
 aten = torch.ops.aten
 
+#: Operators that are products where a kernel is one pixel.
+_CONVOLUTIONS: dict[Any, Callable[[Pixels], Callable[..., Any]]] = {
+    aten.convolution.default: lambda pixels: pixels.convolution,
+    aten.convolution_backward.default: lambda pixels: pixels.backward,
+}
+
+_log = logging.getLogger("ops.backend")
 #: Where this environment variable is 0 when the package is imported, cuBLAS's products stay.
 SWITCH_VARIABLE = "NORMFUSE_FLOAT32"
 IS_ON = os.environ.get(SWITCH_VARIABLE, "1").lower() not in ("0", "false", "no", "off")
 
-#: Their last two arguments are input [M, K] and matrix [K, N]; a bias stands before them.
+#: Their last two arguments are input [M, K] and matrix [K, N], or batches of them; a bias stands before them.
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-_CALL = Call(LINEAR, (None,) * len(LINEAR.steps), (False,) * len(LINEAR.steps))
-
-
-@functools.cache
-def _text(has_bias: bool) -> str:
-    return replace(_CALL, present=(has_bias,) * len(LINEAR.steps)).text_in_graph
 
 
 @contextlib.contextmanager
 def faster_float32() -> Iterator[None]:
-    """Within this context, float32 products of two matrices for which the kernels are faster than cuBLAS are theirs.
+    """Within this context, float32 products of matrices for which the kernels are faster than cuBLAS are theirs.
 
     It holds for eager code, forward and backward: layers, ``@``, ``torch.matmul``, ``F.linear`` and their gradients,
     where ``backward`` is called in the context too. The precision stays PyTorch's own: where
-    ``torch.backends.cuda.matmul.fp32_precision`` allows TF32, nothing changes. Nor do products of batches, of other
-    dtypes, on other GPUs than Hopper, and in compiled functions. The host takes some microseconds more for each
+    ``torch.backends.cuda.matmul.fp32_precision`` allows TF32, nothing changes. Nor do products of other dtypes, on
+    other GPUs than Hopper, and in compiled functions. The host takes some microseconds more for each
     operator, so it is for models whose products are large. What PyTorch computes whole, as a TransformerEncoderLayer
     in evaluation, stays whole. ``ops.explain`` of a function that enters the context tells each product.
 
@@ -77,7 +73,13 @@ class _Products(TorchDispatchMode):
         given = options or {}
         if function in _PRODUCTS:
             if IS_ON and not given and _is_valid(function, arguments) and _pays(arguments):
-                return _multiply(lambda operator, *given: operator(*given), function, arguments)
+                return PRODUCT(_in_order(arguments))
+        elif function in _CONVOLUTIONS:
+            if IS_ON and not given and _are_images(function, arguments):
+                with contextlib.suppress(DoesNotPay):
+                    return _CONVOLUTIONS[function](Pixels(lambda each, *others: each(*others), lambda each: each))(
+                        *arguments
+                    )
         elif torch.is_inference_mode_enabled() and isinstance(function, torch._ops.OpOverload):
             with self:  # there a layer's product has not been reached yet
                 result = function.decompose(*arguments, **given)
@@ -101,13 +103,27 @@ def _is_valid(function: Any, operands: Sequence[Any]) -> bool:
     )
 
 
+def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
+    """Whether these are images that PyTorch would convolve."""
+    *images, weight = arguments[: 3 if function is aten.convolution_backward.default else 2]
+    bias = arguments[2] if function is aten.convolution.default else None
+    given = [*images, weight, *([] if bias is None else [bias])]
+    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided for each in given):
+        return False
+    if not all((each.dtype, each.device) == (weight.dtype, weight.device) and not each.is_nested for each in given):
+        return False
+    fits = weight.ndim in (3, 4, 5) and images[-1].ndim == weight.ndim and images[-1].shape[1] == weight.shape[1]
+    return fits and (bias is None or bias.shape == weight.shape[:1])
+
+
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
     taken = [node for node in graph.nodes if node.target in _PRODUCTS and _is_faster(node)]
     for node in taken:
         _replace(node)
-    if taken:
-        _log.info("%d float32 products as products of float16 parts", len(taken))
+    convolutions = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _replace_convolution(node)]
+    if taken or convolutions:
+        _log.info("%d float32 products as products of float16 parts", len(taken) + len(convolutions))
         graph.lint()
 
 
@@ -118,10 +134,9 @@ def _is_faster(node: Node) -> bool:
     if not all(isinstance(each, torch.Tensor) for each in values):
         return False  # as yet unknown, behind another's pass
     operands: list[Any] = values[:-1]
-    # An open size is taken as it is in the call that is compiled. Each call decides for itself again.
-    is_decided = operands[-1].ndim == 2 or type(operands[-1].shape[0]) is int
-    if len(operands) == 3:  # PyTorch may repeat a bias
-        is_decided &= all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
+    # An open size is taken as it is in the call that is compiled. Each call decides for itself again. But PyTorch may
+    # repeat a bias.
+    is_decided = len(operands) == 2 or all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
     as_called = [_as_called(each) for each in operands] if is_decided else [None]
     return all(each is not None for each in as_called) and _pays(as_called)
 
@@ -140,35 +155,56 @@ def _as_called(tensor: Any) -> torch.Tensor | None:
 
 
 def _pays(operands: Sequence[Any]) -> bool:
-    """Whether these are an input and a matrix, perhaps behind a bias, of a float32 product on Hopper for which cuBLAS
-    takes longer."""
-    *bias, input, matrix = operands
-    if input.dtype != torch.float32 or precision.why_no_kernels(input) or not runs_hopper_kernels(input.device):
-        return False
-    if precision.float32_parts() != 2:
-        return False
-    if input.ndim == 3:
-        if len(input) != 1:
-            return False
-        input, matrix = input[0], matrix[0]
-    if any(tuple(each.shape) != (matrix.shape[1],) for each in bias):
-        return False
-    return precision.multiplier(input, matrix.T) != "cuBLAS"
+    *bias, _, matrix = operands
+    return all(tuple(each.shape) == (matrix.shape[1],) for each in bias) and pays(_in_order(operands))
 
 
-def _multiply(do: Callable[..., Any], function: Any, operands: Sequence[Any]) -> Any:
-    """What takes the place of the function's call. ``do`` calls an operator, with tensors or with nodes of a graph."""
+def _in_order(operands: Sequence[Any]) -> list[Any]:
+    """PyTorch's operands as ``PRODUCT`` takes them."""
     *bias, input, matrix = operands
-    is_batch = function is aten.bmm.default
-    if is_batch:
-        input, matrix = (do(aten.select.int, each, 0, 0) for each in (input, matrix))
-    weight = do(aten.permute.default, matrix, [1, 0])
-    result = do(operators.FORWARD.one, _text(bool(bias)), [input, weight, *bias], False)
-    return do(aten.unsqueeze.default, result, 0) if is_batch else result
+    return [input, matrix, *bias]
 
 
 def _replace(node: Node) -> None:
     with node.graph.inserting_before(node):
-        result = _multiply(functools.partial(call_like, node), node.target, node.args)
+        result = call_like(node, PRODUCT, _in_order(node.args))
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
+
+
+def _replace_convolution(node: Node) -> bool:
+    """Whether products that pay take its place."""
+    made: list[Node] = []
+
+    def do(target: Any, *arguments: Any) -> Node:
+        made.append(call_like(node, target, *arguments))
+        return made[-1]
+
+    def value(each: Any) -> torch.Tensor:
+        if not isinstance(known := each.meta.get("val"), torch.Tensor):
+            raise DoesNotPay  # as yet unknown, behind another's pass
+        return known
+
+    try:
+        if node.kwargs or "val" not in node.meta:
+            raise DoesNotPay
+        with node.graph.inserting_before(node):
+            found = _CONVOLUTIONS[node.target](Pixels(do, value))(*node.args)
+        results, values = (each if isinstance(each, tuple) else (each,) for each in (found, node.meta["val"]))
+        if any(
+            each is not None and value(each).stride() != traced.stride()
+            for each, traced in zip(results, values, strict=True)
+        ):
+            raise DoesNotPay
+    except DoesNotPay:
+        for each in reversed(made):
+            node.graph.erase_node(each)
+        return False
+    for user in list(node.users) if isinstance(found, tuple) else ():
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(found[user.args[1]])
+        node.graph.erase_node(user)
+    if not isinstance(found, tuple):
+        node.replace_all_uses_with(found)
+    node.graph.erase_node(node)
+    return True

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 import autotune_configs
-from autotune_configs.gpus import float32_by_cublas, float32_in_registers
+from autotune_configs.gpus import float32_batch_in_registers, float32_by_cublas, float32_in_registers
 from autotune_configs.tables import warn_once
 from triton_kernels.device import INTERPRETED, why_unsupported
 from triton_kernels.hopper import is_matrix_copyable, runs_hopper_kernels
@@ -86,18 +86,34 @@ def splits_in_registers(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the float32 product of input [M, K] and weight [N, K] is made by ``linear_registers_hopper`` where cuBLAS
     would multiply: in PyTorch's own precision, with few rows. Its error is less than cuBLAS's (1.4e-7 to 2.5e-7)."""
     (M, K), N = input.shape, weight.shape[0]
-    is_exact = input.dtype == torch.float32 and float32_parts() == 2 and runs_hopper_kernels(input.device)
-    are_readable = input.stride(0) >= input.stride(1) == 1 and is_matrix_copyable(weight)
-    return is_exact and are_readable and float32_by_cublas(M, N, K) and float32_in_registers(M, N, K)
+    pays = _is_exact(input) and float32_by_cublas(M, N, K) and float32_in_registers(M, N, K)
+    return pays and is_matrix_copyable(weight)
 
 
-def multiplier(
-    input: torch.Tensor, weight: torch.Tensor, *biases: torch.Tensor | None
-) -> Literal["kernel", "registers", "cuBLAS"]:
+def _is_exact(input: torch.Tensor) -> bool:
+    return input.dtype == torch.float32 and float32_parts() == 2 and runs_hopper_kernels(input.device)
+
+
+Multiplier = Literal["kernel", "registers", "cuBLAS"]
+
+
+def multiplier(input: torch.Tensor, weight: torch.Tensor, *biases: torch.Tensor | None) -> Multiplier:
     """What multiplies input [M, K] and weight [N, K]: the chains' kernel, ``linear_registers_hopper`` or cuBLAS."""
     if not multiplies_by_cublas(input, weight.shape[0], *biases):
         return "kernel"
     return "registers" if splits_in_registers(input, weight) else "cuBLAS"
+
+
+def batch_in_registers(input: torch.Tensor, matrix: torch.Tensor) -> int | None:
+    """Which operand of input [B, M, K] @ matrix [B, K, N] is split in registers, 0 or 1, in float32: the larger one
+    if TMA can copy it. None where cuBLAS multiplies."""
+    (B, M, K), N = input.shape, matrix.shape[-1]
+    if _is_exact(input) and float32_batch_in_registers(B, M, N, K):
+        operands = input, matrix.mT
+        for place in sorted((0, 1), key=lambda each: operands[each].shape[1], reverse=True):
+            if is_matrix_copyable(operands[place]):
+                return place
+    return None
 
 
 def cublas_adds_bias(input: torch.Tensor, columns: int) -> bool:

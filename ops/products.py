@@ -12,8 +12,7 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.device import multiprocessor_count
-from triton_kernels.float32_split import LinearRegistersConfig, LinearSplitConfig, split
+from triton_kernels.float32_split import LinearSplitConfig, split
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
@@ -113,7 +112,7 @@ def affine(
     shift = reduce(partial(do, torch.add), given)
     if by == "registers":
         output = torch.empty(shape, dtype=input.dtype, device=input.device)
-        _multiply_in_registers(input, weight, shift, rows_of(output))
+        _multiply_in_registers(_as_batch(input), _as_batch(weight), shift, _as_batch(rows_of(output)))
         return output
     if shift is not None and precision.cublas_adds_bias(input, weight.shape[0]):
         return do(addmm, shift, input, weight.T, shape)
@@ -123,22 +122,36 @@ def affine(
     return output
 
 
+def _as_batch(matrix: torch.Tensor) -> torch.Tensor:
+    """Of one. TMA takes no stride that is not a multiple of 16 bytes, nor that of this."""
+    return matrix.as_strided((1, *matrix.shape), (4 * matrix.numel(), *matrix.stride()))
+
+
+def of_batches(input: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """input [B, M, K] @ matrix [B, K, N]."""
+    place = precision.batch_in_registers(input, matrix)
+    if place is None:
+        return do(torch.bmm, input, matrix)
+    output = torch.empty(*input.shape[:2], matrix.shape[-1], dtype=input.dtype, device=input.device)
+    split, weight = (input, matrix.mT) if place == 1 else (matrix.mT, input)
+    split = split[:1] if split.stride(0) == 0 else split  # one for all
+    _multiply_in_registers(split, weight, None, output, transposed=place == 0)
+    return output
+
+
 def _multiply_in_registers(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    transposed: bool = False,
 ) -> None:
-    """As ``affine`` for few rows: the weight is split as it is multiplied."""
+    """As ``linear_registers``."""
     from triton_kernels.linear_registers_hopper import linear_registers  # loads Gluon
 
-    (M, K), N = input.shape, weight.shape[0]
-    memory = torch.empty(N + 1, dtype=torch.float32, device=input.device)
+    memory = torch.empty(weight.shape[0] * weight.shape[1] + 1, dtype=torch.float32, device=input.device)
     do(zero, memory)
-    weight_scale, any_rest = memory[:N], memory[N:].view(torch.int32)
-    parts = split(input, 2, any_rest)
-    config = LinearRegistersConfig.fit(M, N, K, multiprocessor_count(input.device))
-    linear_registers(parts, weight, config, bias, output=output, weight_scale=weight_scale, any_rest=any_rest)
-    rest = parts.scale, weight_scale, any_rest
-    options: dict[str, Any] = {"rest": rest, "input_precision": FLOAT32_INPUT_PRECISION}
-    linear(input, weight, LINEAR, LinearSplitConfig(2).rest, [bias], output=output, **options)
+    linear_registers(input, weight, bias, memory, output=output, transposed=transposed)
 
 
 def zero(tensor: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ from ops.backend import normfuse
 from tests import gpu
 from tests.gpu import DEVICE
 from tests.test_gpu_split import data, operand, relative_error
-from triton_kernels.float32_split import LinearRegistersConfig, split
 
 pytestmark = [*gpu.MARKS, gpu.on_hopper, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -41,17 +40,15 @@ def product(input, weight, bias=None):
 
 
 def left(input, weight):
-    """The kernel's own result, and the weight's rows that it leaves."""
+    """The result, and the weight's rows that the kernel leaves."""
     from triton_kernels.linear_registers_hopper import linear_registers
 
-    any_rest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    scale = torch.zeros(len(weight), device=DEVICE)
+    memory = torch.zeros(len(weight) + 1, device=DEVICE)
     output = torch.empty(len(input), len(weight), device=DEVICE)
-    config = LinearRegistersConfig.fit(*input.shape[:1], *weight.shape, 132)
-    parts = split(input, 2, any_rest)
-    linear_registers(parts, weight, config, None, output=output, weight_scale=scale, any_rest=any_rest)
-    assert any_rest.item() == scale.isnan().any() | parts.scale.isnan().any()
-    return output, scale.isnan()
+    linear_registers(input[None], weight[None], None, memory, output=output[None])
+    is_left = memory[:-1].isnan()
+    assert memory[-1:].view(torch.int32).item() >= is_left.any()
+    return output, is_left
 
 
 @pytest.mark.parametrize("order", ["depth", "rows"])
@@ -106,6 +103,15 @@ def test_accumulator():
     sums = left(input, weight)[0][0, :32].double()
     assert (sums[26:] == 1.0).all() and sums[24] > 1.0
     assert ((sums - weight[:32].double().sum(1)) <= 0).all(), "truncated, not rounded"
+
+
+def test_a_row_that_is_left_changes_no_other():
+    input, weight = operand(64, 2048, "depth", 0), operand(2048, 2048, "depth", 1)
+    plain = product(input, weight)
+    input[20, 5] = torch.inf
+    changed = product(input, weight)
+    assert torch.equal(changed[:20], plain[:20]) and torch.equal(changed[21:], plain[21:])
+    assert not changed[20].isfinite().any()
 
 
 @pytest.mark.parametrize("rows", [16, 17, 64, 65, 128, 300])
@@ -238,3 +244,91 @@ def test_products_of_compiled_graphs(caplog):
         result = torch.compile(model, backend=normfuse)(input)
     assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) >= 1
     assert relative_error(result, want) <= 2 * TOLERANCE
+
+
+#: Matrices, rows, columns, terms: attention's, as it is and its gradients', and sizes that are multiples of nothing.
+BATCHES = [(96, 512, 512, 64), (12, 1024, 1024, 128), (96, 512, 64, 512), (48, 64, 512, 1024), (33, 130, 260, 1036)]
+
+
+def is_ours(input, matrix):
+    return precision.batch_in_registers(input, matrix) is not None
+
+
+@pytest.mark.parametrize("orders", ["depth depth", "rows depth", "depth rows", "rows rows"])
+@pytest.mark.parametrize("size", BATCHES, ids=str)
+def test_batches(size, orders):
+    B, M, N, K = size
+    input, weight = (
+        torch.randn(B, rows, K, device=DEVICE) if order == "depth" else torch.randn(B, K, rows, device=DEVICE).mT
+        for rows, order in zip((M, N), orders.split(), strict=True)
+    )
+    matrix = weight.mT
+    assert precision.batch_in_registers(input, matrix) == (0 if M >= N and order_fits(input) else 1)
+    want = input.double() @ matrix.double()
+    error = relative_error(ops.bmm(input, matrix), want)
+    assert error <= TOLERANCE and error <= 1.1 * relative_error(input @ matrix, want)
+
+
+def order_fits(input):
+    """Whether TMA can copy it: rows of 130 do not begin at multiples of 16 bytes."""
+    return sorted(input.stride())[1] % 4 == 0
+
+
+@pytest.mark.parametrize("size", BATCHES, ids=str)
+def test_gradients_of_batches(size):
+    B, M, N, K = size
+    input, matrix = torch.randn(B, M, K, device=DEVICE), torch.randn(B, K, N, device=DEVICE)
+    gradient = torch.randn(B, M, N, device=DEVICE)
+    assert is_ours(gradient, matrix.mT) and is_ours(input.mT, gradient)
+    leaves = input.requires_grad_(), matrix.requires_grad_()
+    of_input, of_matrix = torch.autograd.grad(ops.bmm(*leaves), leaves, gradient)
+    assert relative_error(of_input, gradient.double() @ matrix.double().mT) <= TOLERANCE
+    assert relative_error(of_matrix, input.double().mT @ gradient.double()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0**100, 2.0**-100])
+def test_matrices_with_rows_that_are_left(value, transposed):
+    """Each in its own matrix, and nothing else changes."""
+    input, weight = torch.randn(64, 100, 1024, device=DEVICE), torch.randn(64, 260, 1024, device=DEVICE)
+    if transposed:
+        input, weight = weight, input
+    assert precision.batch_in_registers(input, weight.mT) == int(not transposed)
+    plain = ops.bmm(input, weight.mT)
+    weight[3, 70, 9], weight[5, 90], input[7, 40, 3] = value, value, value
+    result, want = ops.bmm(input, weight.mT), input.double() @ weight.double().mT
+    fits = want.isfinite() & (want.abs() < torch.finfo(torch.float32).max)
+    assert torch.equal(result.isfinite(), fits)
+    changed = torch.zeros_like(fits)
+    changed[3, :, 70], changed[5, :, 90], changed[7, 40] = True, True, True
+    assert torch.equal(result[~changed], plain[~changed])
+    normal = fits & (want.abs() > 2.0**-80)
+    assert relative_error(result[normal], want[normal]) <= 5e-7
+
+
+@pytest.mark.parametrize("scale", [1, 4, 8])
+def test_attention(scale):
+    """Sharp softmaxes have rows whose elements are far apart, most of which are left."""
+    query, key, value = (torch.randn(48, 512, 64, device=DEVICE) for _ in range(3))
+    probabilities = (scale * ops.matmul(query, key.mT) / 8).softmax(-1)
+    want = probabilities.double() @ value.double()
+    assert relative_error(ops.matmul(probabilities, value), want) <= 5e-7
+
+
+def test_one_matrix_for_all():
+    """It is split once."""
+    weight, images = torch.randn(64, 512, device=DEVICE), torch.randn(32, 512, 3000, device=DEVICE)
+    weight[3, ::2] *= 2.0**-40
+    assert precision.batch_in_registers(weight.expand(32, -1, -1), images) == 1
+    result, want = ops.matmul(weight, images), weight.double() @ images.double()
+    assert relative_error(result, want) <= TOLERANCE
+
+
+def test_many_matrices():
+    """More than a grid's second dimension has programs, of windows of attention."""
+    input, matrix = torch.randn(65541, 49, 32, device=DEVICE), torch.randn(65541, 32, 52, device=DEVICE)
+    assert is_ours(input, matrix)
+    result = ops.bmm(input, matrix)
+    for places in (0, 70000 % 65541, 65540):
+        want = input[places].double() @ matrix[places].double()
+        assert relative_error(result[places], want) <= TOLERANCE

@@ -19,6 +19,7 @@ cores while surpassing the FP32 theoretical peak performance, 2022. Rows scaled 
 and Imamura, DGEMM using tensor cores, and its accurate and reproducible versions, 2020.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,9 @@ _FARTHEST = tl.constexpr(31 << 23)
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
 _ALIGNMENT = 8
-#: Rows and depth of a program's block where depth is contiguous, and the longest row that a program keeps in registers.
-_BLOCK, _LONGEST_KEPT = (4, 1024), 16384
+#: Rows and depth of a program's block where depth is contiguous, the longest row that a program keeps in registers, and
+#: the least depth that it keeps.
+_BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
 
 
 def _transposed_block(rows: int) -> tuple[int, int, int]:
@@ -101,26 +103,29 @@ class LinearSplitConfig:
 
 @dataclass(frozen=True)
 class LinearRegistersConfig:
-    """Tiles of ``linear_registers_hopper``: ``block_m`` rows of the input, and parts of ``steps`` times 64 terms."""
+    """Tiles of ``linear_registers_hopper``: rows of the input and the weight; ``group_m`` as in ``LinearConfig``."""
 
     block_m: int
-    steps: int
+    #: 64 rows of the weight for each of two warpgroups.
+    block_n: int = 128
+    group_m: int = 8
 
     @classmethod
-    def fit(cls, M: int, N: int, K: int, multiprocessors: int) -> "LinearRegistersConfig":
-        """For [M, K] @ [N, K].T. Where a part ends does not depend on M: parts have at most 2048 terms, and at
-        least 512 unless all have less, so that one tile of rows occupies the GPU."""
-        terms = blocks_of(K, 64)
-        parts = max(blocks_of(K, 2048), min(multiprocessors // blocks_of(N, 128), K // 512), 1)
-        return cls(min(max(next_power_of_2(M), 16), 128), blocks_of(terms, parts))
-
-    def parts(self, depth: int) -> int:
-        return blocks_of(blocks_of(depth, 64), self.steps)
+    def of_rows(cls, M: int) -> "LinearRegistersConfig":
+        return cls(min(max(next_power_of_2(M), 16), 128))
 
     @property
     def stages(self) -> int:
         """The number of steps in flight, as many as shared memory holds."""
         return {16: 6, 32: 5, 64: 4, 128: 3}[self.block_m]
+
+
+def steps_of_parts(rows: int, K: int, multiprocessors: int) -> int:
+    """Steps of 64 terms in each part of a sum, of weights with so many rows together. They do not depend on the input:
+    parts have at most 2048 terms, and at least 512 unless all have less, so that one tile of the input's rows occupies
+    the GPU."""
+    parts = max(blocks_of(K, 2048), min(multiprocessors // blocks_of(rows, 128), K // 512), 1)
+    return blocks_of(blocks_of(K, 64), parts)
 
 
 @triton.jit
@@ -161,17 +166,19 @@ def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def split_kernel(
-    operand,  # [ROWS, DEPTH] float32, at any strides
-    high,  # [ROWS, DEPTH] float16, strides as below
+    operand,  # matrices [ROWS, DEPTH] float32, at any strides
+    high,  # float16, strides as below
     low,  # likewise, or None
-    scale,  # [ROWS] float32
+    scale,  # their rows', float32
     any_rest,  # [1] int32: set to 1 where a row gets no scale
     ROWS,
     DEPTH,
     row_stride,
     depth_stride,
+    matrix_stride,
     split_row_stride,
     split_depth_stride,
+    split_matrix_stride,
     MOST_LOST: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -179,11 +186,13 @@ def split_kernel(
 ):
     """Each program splits BLOCK_ROWS whole rows: first it finds their largest elements, then it makes the parts."""
     wait_for_launch_before()
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    blocks = tl.cdiv(ROWS, BLOCK_ROWS)
+    matrix, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
+    rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     row_inside = (rows < ROWS)[:, None]
-    source = operand + rows[:, None] * row_stride + depths[None, :] * depth_stride
-    target = rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
+    source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
+    target = matrix * split_matrix_stride + rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
     LOW: tl.constexpr = low is not None
     if WHOLE:
         value = load_block(source, 0, row_inside, depths, DEPTH, depth_stride)
@@ -207,7 +216,7 @@ def split_kernel(
         if LOW:
             tl.store(low + place, low_part, mask=inside)
     left = (balance < 0).to(tl.int32)
-    tl.store(scale + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
+    tl.store(scale + matrix * ROWS + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
     tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
 
 
@@ -220,27 +229,28 @@ def balance_of(magnitudes, largest):
 
 
 def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOperand:
-    """Split a float32 matrix [rows, depth], of any strides, into 1 or 2 parts.
+    """Split a float32 matrix [rows, depth], or a batch of them [B, rows, depth], of any strides, into 1 or 2 parts.
 
     ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise.
     """
-    rows, depth = operand.shape
-    by_rows = operand.stride(0) < operand.stride(1)
+    *batch, rows, depth = operand.shape
+    by_rows = operand.stride(-2) < operand.stride(-1)
     lines, length = (depth, rows) if by_rows else (rows, depth)
     padded = blocks_of(length, _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(parts, lines, padded, dtype=torch.float16, device=operand.device)[:, :, :length]
+    memory = torch.empty(parts, *batch, lines, padded, dtype=torch.float16, device=operand.device)[..., :length]
     if by_rows:
         memory = memory.mT
-    scale = torch.empty(rows, dtype=torch.float32, device=operand.device)
+    scale = torch.empty(*batch, rows, dtype=torch.float32, device=operand.device)
     block_rows, block_depth, warps = _transposed_block(rows) if by_rows else (*_BLOCK, 8)
     whole = not by_rows and depth <= _LONGEST_KEPT
     if whole:
-        block_depth = max(block_depth, next_power_of_2(depth))
-        block_rows = max(1, block_rows * _BLOCK[1] // block_depth)
+        elements = block_rows * block_depth
+        block_depth = max(next_power_of_2(depth), _LEAST_KEPT)
+        block_rows = max(1, elements // block_depth)
     high, low = memory[0], memory[1] if parts == 2 else None
     launch(
         split_kernel,
-        (blocks_of(rows, block_rows),),
+        (blocks_of(rows, block_rows) * math.prod(batch),),
         operand.device,
         operand,
         high,
@@ -249,8 +259,8 @@ def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOpe
         any_rest,
         rows,
         depth,
-        *operand.stride(),
-        *high.stride(),
+        *_strides(operand),
+        *_strides(high),
         MOST_LOST=_MOST_LOST[parts],
         WHOLE=whole,
         BLOCK_ROWS=block_rows,
@@ -258,3 +268,8 @@ def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOpe
         num_warps=warps,
     )
     return SplitOperand(high, low, scale)
+
+
+def _strides(operand: torch.Tensor) -> tuple[int, int, int]:
+    """Of rows, of the depth, and of matrices."""
+    return operand.stride(-2), operand.stride(-1), operand.stride(0) if operand.ndim == 3 else 0

@@ -34,11 +34,13 @@ def is_copyable(image: torch.Tensor) -> bool:
 
 
 def is_matrix_copyable(matrix: torch.Tensor) -> bool:
-    """Whether TMA can copy the matrix, of float32: its rows or columns are contiguous, and begin at multiples of 16
-    bytes. A fake one counts as aligned."""
-    inner, outer = sorted(matrix.stride())
-    length = matrix.shape[1] if matrix.stride(1) == inner else matrix.shape[0]
-    return inner == 1 and outer % 4 == 0 and outer >= length and (is_fake(matrix) or matrix.data_ptr() % 16 == 0)
+    """Whether TMA can copy the matrix, or each of a batch, of float32: rows or columns are contiguous, and begin at
+    multiples of 16 bytes. A fake one counts as aligned."""
+    *batch, rows, columns = matrix.stride()
+    inner, outer = sorted((rows, columns))
+    length = matrix.shape[-1] if columns == inner else matrix.shape[-2]
+    aligned = outer % 4 == 0 and outer >= length and all(each > 0 and each % 4 == 0 for each in batch)
+    return inner == 1 and aligned and (is_fake(matrix) or matrix.data_ptr() % 16 == 0)
 
 
 def takes_input(image: torch.Tensor) -> bool:

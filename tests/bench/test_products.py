@@ -43,6 +43,12 @@ def test_ways(measure):
     assert row.way("ours").us == 10 and row.way("cublas").us == 6 and row.way("ours").ours_over == 1
 
 
+def test_batches(measure):
+    row = products.measure("3x8x64x48", CPU, *measure.args[2:])
+    assert row.product == "batch" and not row.red and set(PRODUCT_WAYS) - set(row.ways) == {"tf32x3"}
+    assert all(each.shape == (3, 8, 48) for each in measure.results)
+
+
 @pytest.mark.parametrize("wrong", [lambda input: 1.0, lambda input: torch.nan if input.min() >= 0 else 0.0])
 def test_what_is_wrong_is_not_timed(measure, monkeypatch, wrong):
     """Nor what is no number, of positive ones alone."""
@@ -75,11 +81,14 @@ def gpu(monkeypatch, measure):
 def test_rows_and_tables(gpu, tmp_path, capsys):
     path = tmp_path / "products.jsonl"
     words = ["products", "--batches", "4,8", "--features", "64", "--rounds", "2", "--output", str(path)]
+    words += ["--matrices", "2x8x16x8"]
     assert main(words) == 0
     output = capsys.readouterr().out
     assert "4x64x64: 7 µs, 1.00 of cuBLAS's 7" in output and "Float32 products" in output
     (found,) = read_all([path])
-    assert [row.shape for row in found.products] == ["4x64x64", "8x64x64"] and found.products[0].way("tf32").us == 7
+    assert [row.shape for row in found.products] == ["4x64x64", "8x64x64", "2x8x16x8"] and found.products[0].way(
+        "tf32"
+    ).us == 7
     page = fill_tables("<!-- table: products -->\n<!-- /table -->", [found], tmp_path)
     assert "| shape | ours, µs | cublas, µs |" in page and "| 8x64x64 | 7 | 7 (1.00) |" in page
 
@@ -89,6 +98,8 @@ def test_rows_and_tables(gpu, tmp_path, capsys):
     [
         (["--batches", "0"], "argument --batches: '0' is not a positive integer"),
         (["--features", "8,x"], "argument --features: 'x' is not a positive integer"),
+        (["--matrices", "2x8x16"], "argument --matrices: '2x8x16' is not matrices x rows x terms x columns"),
+        (["--matrices", "2x8x16x0"], "argument --matrices: '0' is not a positive integer"),
         ([], "needs a GPU"),
     ],
 )

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
-from ops import float32_products, operators
+from ops import float32_products, matrix_products, precision
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 @pytest.fixture
 def compiled(monkeypatch):
     """Compiles a function as if all products paid, and keeps the targets of its graphs' nodes."""
-    monkeypatch.setattr(float32_products, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(matrix_products, "runs_hopper_kernels", lambda device: True)
     graphs: list[list] = []
 
     def compile_graph(module, inputs):
@@ -43,7 +43,7 @@ def compiled(monkeypatch):
 
 
 def taken(graphs):
-    return [graph.count(operators.FORWARD.one) for graph in graphs]
+    return [graph.count(matrix_products.PRODUCT) for graph in graphs]
 
 
 def left(graphs):
@@ -161,7 +161,7 @@ def test_a_size_that_values_decide_is_left(compiled):
 
 
 def test_what_does_not_pay_is_left(compiled, monkeypatch):
-    monkeypatch.setattr(float32_products.precision, "multiplies_by_cublas", lambda *_: True)
+    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_: True)
     compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
     assert taken(compiled.graphs) == [0]
 
@@ -181,7 +181,7 @@ class Called(TorchDispatchMode):
 @pytest.fixture
 def called(monkeypatch):
     """What is called in its context, as if all products paid."""
-    monkeypatch.setattr(float32_products, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(matrix_products, "runs_hopper_kernels", lambda device: True)
     return Called()
 
 

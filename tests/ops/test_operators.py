@@ -117,6 +117,7 @@ def test_operators():
         "interpolate",
         "max_pool",
         "max_pool_backward",
+        "product",
         "statistics",
         "sums",
     }

@@ -1,5 +1,7 @@
 """Where a call runs and how float32 is multiplied, by PyTorch's own settings."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -135,16 +137,33 @@ def test_the_setting_decides_on_registers(setting, expected):
 
 @pytest.mark.usefixtures("few_rows_on_hopper")
 def test_what_is_split_in_registers():
-    """The weight in either order, as TMA copies it, and an input whose terms are contiguous."""
+    """The weight in either order, as TMA copies it, and any input."""
     torch.set_float32_matmul_precision("highest")
     input, weight = rows_of(64, 2048), rows_of(2048, 2048)
     assert precision.splits_in_registers(input, weight.T)
     assert precision.splits_in_registers(rows_of(64, 4096)[:, :2048], rows_of(2048, 4096)[:, :2048])
-    assert not precision.splits_in_registers(rows_of(2048, 64).T, weight)
-    assert not precision.splits_in_registers(input[:1].expand(64, 2048), weight)
+    assert precision.splits_in_registers(rows_of(2048, 64).T, weight)
+    assert precision.splits_in_registers(input[:1].expand(64, 2048), weight)
     assert not precision.splits_in_registers(input, rows_of(2048, 4096)[:, ::2])
     assert not precision.splits_in_registers(input, rows_of(2048, 2049)[:, 1:])  # neither begins nor goes on aligned
     assert not precision.splits_in_registers(rows_of(15, 2048), weight)
+
+
+@pytest.mark.usefixtures("few_rows_on_hopper")
+def test_which_of_a_batch_is_split_in_registers():
+    """The larger operand, or the other one where TMA cannot copy it, if its products pay."""
+    torch.set_float32_matmul_precision("highest")
+    place, batch = precision.batch_in_registers, partial(torch.empty, device="meta")
+    small, large = batch(64, 128, 512), batch(64, 512, 512)
+    assert place(small, large) == 1 and place(large, small.mT) == 0
+    assert place(small.mT.contiguous().mT, large.mT) == 1
+    assert place(small, batch(64, 1024, 512)[:, ::2]) == 1  # every second row
+    assert place(small, batch(64, 512, 1024)[..., ::2]) == 0  # every second column
+    assert place(batch(128, 128, 512)[::2], batch(1, 512, 512).expand(64, -1, -1)) == 0  # one matrix repeated
+    assert place(batch(64, 128, 1024)[..., ::2], batch(64, 512, 1024)[..., ::2]) is None
+    assert place(small[:1], large[:1]) is None and place(small.bfloat16(), large.bfloat16()) is None
+    torch.set_float32_matmul_precision("high")
+    assert place(small, large) is None
 
 
 @pytest.mark.parametrize(

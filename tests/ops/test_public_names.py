@@ -65,7 +65,7 @@ def test_names():
     assert ops.__all__ == sorted(ops.__all__)
     adopting = {"Chain", "decompositions", "ExplainedCall", "ExplainedStep", "Explanation", "LeftStep", "explain"}
     adopting |= {"FusedChain", "FusionReport", "fuse", "unfuse", "pointwise", "reference", "tensor_parallel"}
-    adopting |= {"faster_float32"}
+    adopting |= {"faster_float32", "matmul", "addmm", "bmm", "baddbmm"}
     assert set(ops.__all__) == {*FUNCTIONS, *MODULES, *adopting}
 
 

@@ -16,7 +16,9 @@ from triton_kernels.float32_split import (
     balance_of,
     magnitude,
     split,
+    steps_of_parts,
 )
+from triton_kernels.grid import blocks_of
 from triton_kernels.linear import LinearConfig, linear
 
 ROWS, DEPTH = 9, 70
@@ -209,12 +211,38 @@ def test_only_the_remaining_tiles_are_computed(row_rest, column_rest):
 @pytest.mark.parametrize("columns", [512, 1000, 8192, 50304])
 @pytest.mark.parametrize("depth", [512, 1000, 2048, 8192, 65536])
 def test_parts_of_few_rows_products(columns, depth):
-    """A row's sum is the same whatever the number of rows; parts are neither long nor short, and end at all terms."""
-    configs = [LinearRegistersConfig.fit(rows, columns, depth, 132) for rows in (16, 17, 64, 65, 511, 4000)]
-    assert [each.block_m for each in configs] == [16, 32, 64, 128, 128, 128]
-    ((steps, parts),) = {(each.steps, each.parts(depth)) for each in configs}
+    """Parts are neither long nor short, and end at all terms."""
+    steps = steps_of_parts(columns, depth, 132)
+    parts = blocks_of(depth, 64 * steps)
     assert 512 - 64 <= 64 * steps <= 2048
     assert 64 * steps * (parts - 1) < depth <= 64 * steps * parts
+
+
+def test_tiles_of_few_rows_products():
+    configs = [LinearRegistersConfig.of_rows(rows) for rows in (1, 16, 17, 64, 65, 511, 4000)]
+    assert [each.block_m for each in configs] == [16, 16, 32, 64, 128, 128, 128]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("order", ["depth first", "rows first", "strided", "repeated"])
+def test_a_batch_is_split_as_its_matrices(order, parts):
+    shapes = {"depth first": (3, 40, 70), "rows first": (3, 70, 40), "strided": (3, 80, 70), "repeated": (1, 40, 70)}
+    values = torch.randn(shapes[order], generator=torch.Generator().manual_seed(0))
+    values[0, 4, 6] = torch.nan
+    batch = {
+        "depth first": lambda: values,
+        "rows first": lambda: values.mT,
+        "strided": lambda: values[:, ::2],
+        "repeated": lambda: values.expand(3, -1, -1),
+    }[order]()
+    any_rest = torch.zeros(1, dtype=torch.int32)
+    found = split(batch, parts, any_rest)
+    assert any_rest.item() == 1
+    for matrix, *of_batch in zip(batch, found.high, *([found.low] if parts == 2 else []), found.scale, strict=True):
+        alone = split(matrix, parts, any_rest)
+        expected = [each for each in (alone.high, alone.low, alone.scale) if each is not None]
+        for one, other in zip(of_batch, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @triton.jit
