@@ -306,7 +306,7 @@ def _show(options: argparse.Namespace) -> None:
 def _multiplier(sizes: tuple[int, ...], dtype: str, gpu: Gpu) -> str:
     """What computes a product that has no entries."""
     M, K, N = sizes
-    in_registers = dtype == "float32" and gpu.splits_float32 and float32_in_registers(M, N, K)
+    in_registers = dtype == "float32" and gpu.splits_float32 and float32_in_registers(1, M, N, K)
     return 'cuBLAS, or at "highest" a kernel with a fixed config,' if in_registers else "cuBLAS"
 
 

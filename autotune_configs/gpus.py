@@ -22,8 +22,10 @@ SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 #: products: 0.40 of cuBLAS's time in the mean and 1.08 at most; below, up to 9 times.)
 FEWEST_FLOAT32_COLUMNS, FEWEST_FLOAT32_RESULTS = (0, 0) if INTERPRETED else (256, 3 * 2**18)
 
-#: With the weight split in registers: so many rows, columns and terms, and so many weights or multiplications.
-FEWEST_ROWS, MANY_ROWS, FEWEST_COLUMNS, FEWEST_WEIGHTS, FEWEST_PRODUCTS = 16, 512, 512, 2**22, 2**29
+#: With the weight split in registers: so many rows, columns and terms, and so many weights.
+FEWEST_ROWS, MANY_ROWS, FEWEST_COLUMNS, FEWEST_WEIGHTS = 16, 512, 512, 2**22
+#: Other products: rows of the smaller operand and of the larger one, terms, results and multiplications.
+FEWEST_LINES, FEWEST_OF_LARGER, FEWEST_TERMS, FEWEST_RESULTS, FEWEST_PRODUCTS = 32, 128, 32, 2**18, 2**29
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,23 @@ def float32_by_cublas(M: int, N: int, K: int) -> bool:
     return is_small or K < SHALLOWEST_FLOAT32
 
 
-def float32_in_registers(M: int, N: int, K: int) -> bool:
-    """Whether a float32 product [M, K] @ [N, K].T of few rows is faster than cuBLAS's with the weight split in
-    registers. (H100: 0.36 to 0.99 of its time; smaller ones up to 2.1.)"""
-    is_large = N * K >= FEWEST_WEIGHTS or M * N * K >= FEWEST_PRODUCTS
-    return FEWEST_ROWS <= M < MANY_ROWS and min(N, K) >= FEWEST_COLUMNS and is_large
+def float32_in_registers(B: int, M: int, N: int, K: int, is_shared: bool = False) -> bool:
+    """Whether float32 products of B matrices [M, K] @ [N, K].T are faster than cuBLAS's with an operand split in
+    registers. ``is_shared``: one operand is the same in all.
 
-
-def float32_batch_in_registers(B: int, M: int, N: int, K: int) -> bool:
-    """Whether float32 products [B, M, K] @ [B, K, N] are faster than cuBLAS's with an operand split in registers."""
-    return min(M, N) >= 32 and K >= 32 and B * M * N * K >= 2**30
+    Of few rows and many weights it does not depend on the number of rows. (H100: 0.36 to 0.98 of cuBLAS's time; the
+    others 0.36 to 0.95, up to 2.4 where this says no.) Narrow products of batches may be attention's: of sharp
+    softmaxes some results are computed twice, which takes up to 1.3 of cuBLAS's time where they are small.
+    """
+    if B == 1 and FEWEST_ROWS <= M < MANY_ROWS and min(N, K) >= FEWEST_COLUMNS and N * K >= FEWEST_WEIGHTS:
+        return True
+    smaller, larger = sorted((M, N))
+    if smaller < FEWEST_LINES or larger < FEWEST_OF_LARGER or K < FEWEST_TERMS or B * M * N < FEWEST_RESULTS:
+        return False
+    if N % 4 and K < 512:  # TMA cannot store the results, which takes longer than to compute them
+        return False
+    may_be_sharp = B > 1 and not is_shared and smaller < 128 and K < 2048
+    return B * M * N * K >= (8 * FEWEST_PRODUCTS if may_be_sharp else FEWEST_PRODUCTS)
 
 
 #: Architecture and multiprocessors by name (NVIDIA's data sheets), for questions about a GPU that is not here.

@@ -62,7 +62,7 @@ def pays(operands: Sequence[Any]) -> bool:
     if not _is_exact(input):
         return False
     if input.ndim == 3 and len(input) > 1:
-        return precision.batch_in_registers(input, matrix) is not None
+        return precision.rows_in_registers(input, matrix.mT) is not None
     input, matrix = (each[0] if each.ndim == 3 else each for each in (input, matrix))
     return precision.multiplier(input, matrix.T) != "cuBLAS"
 

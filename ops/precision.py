@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 import autotune_configs
-from autotune_configs.gpus import float32_batch_in_registers, float32_by_cublas, float32_in_registers
+from autotune_configs.gpus import float32_by_cublas, float32_in_registers
 from autotune_configs.tables import warn_once
 from triton_kernels.device import INTERPRETED, why_unsupported
 from triton_kernels.hopper import is_matrix_copyable, runs_hopper_kernels
@@ -55,7 +55,7 @@ def float32_parts() -> int:
 
 def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
     """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added, unless
-    ``splits_in_registers``.
+    ``rows_in_registers``.
 
     For 16-bit inputs: where cuBLAS is predicted to be faster, as its tiles waste less of the last wave (wave
     quantisation). Not where a bias has a wider dtype, as under autocast: cuBLAS would round the bias first. PyTorch
@@ -82,12 +82,20 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
     return not (pays and runs_hopper_kernels(input.device))
 
 
-def splits_in_registers(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the float32 product of input [M, K] and weight [N, K] is made by ``linear_registers_hopper`` where cuBLAS
-    would multiply: in PyTorch's own precision, with few rows. Its error is less than cuBLAS's (1.4e-7 to 2.5e-7)."""
-    (M, K), N = input.shape, weight.shape[0]
-    pays = _is_exact(input) and float32_by_cublas(M, N, K) and float32_in_registers(M, N, K)
-    return pays and is_matrix_copyable(weight)
+def rows_in_registers(input: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Whose rows are split in registers by ``linear_registers_hopper``, the input's (0) or the weight's (1), where it
+    makes the float32 product of input [M, K] and weight [N, K], or of batches of these, instead of cuBLAS: in PyTorch's
+    own precision, with an error of 1e-7 to 2.5e-7. It is the larger operand, if TMA can copy it. Else None."""
+    B = input.shape[0] if input.ndim == 3 else 1
+    (M, K), N = input.shape[-2:], weight.shape[-2]
+    if not _is_exact(input) or (B == 1 and not float32_by_cublas(M, N, K)):
+        return None
+    is_shared = B > 1 and 0 in (input.stride(0), weight.stride(0))
+    if float32_in_registers(B, M, N, K, is_shared):
+        for place, rows, others in sorted([(1, N, M), (0, M, N)], key=lambda each: each[1], reverse=True):
+            if 2 * rows >= others and is_matrix_copyable((input, weight)[place]):
+                return place
+    return None
 
 
 def _is_exact(input: torch.Tensor) -> bool:
@@ -101,19 +109,7 @@ def multiplier(input: torch.Tensor, weight: torch.Tensor, *biases: torch.Tensor 
     """What multiplies input [M, K] and weight [N, K]: the chains' kernel, ``linear_registers_hopper`` or cuBLAS."""
     if not multiplies_by_cublas(input, weight.shape[0], *biases):
         return "kernel"
-    return "registers" if splits_in_registers(input, weight) else "cuBLAS"
-
-
-def batch_in_registers(input: torch.Tensor, matrix: torch.Tensor) -> int | None:
-    """Which operand of input [B, M, K] @ matrix [B, K, N] is split in registers, 0 or 1, in float32: the larger one
-    if TMA can copy it. None where cuBLAS multiplies."""
-    (B, M, K), N = input.shape, matrix.shape[-1]
-    if _is_exact(input) and float32_batch_in_registers(B, M, N, K):
-        operands = input, matrix.mT
-        for place in sorted((0, 1), key=lambda each: operands[each].shape[1], reverse=True):
-            if is_matrix_copyable(operands[place]):
-                return place
-    return None
+    return "cuBLAS" if rows_in_registers(input, weight) is None else "registers"
 
 
 def cublas_adds_bias(input: torch.Tensor, columns: int) -> bool:

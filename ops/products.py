@@ -129,29 +129,24 @@ def _as_batch(matrix: torch.Tensor) -> torch.Tensor:
 
 def of_batches(input: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """input [B, M, K] @ matrix [B, K, N]."""
-    place = precision.batch_in_registers(input, matrix)
-    if place is None:
+    if precision.rows_in_registers(input, matrix.mT) is None:
         return do(torch.bmm, input, matrix)
     output = torch.empty(*input.shape[:2], matrix.shape[-1], dtype=input.dtype, device=input.device)
-    split, weight = (input, matrix.mT) if place == 1 else (matrix.mT, input)
-    split = split[:1] if split.stride(0) == 0 else split  # one for all
-    _multiply_in_registers(split, weight, None, output, transposed=place == 0)
+    _multiply_in_registers(input, matrix.mT, None, output)
     return output
 
 
 def _multiply_in_registers(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    output: torch.Tensor,
-    transposed: bool = False,
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor
 ) -> None:
-    """As ``linear_registers``."""
+    """output [B, M, N] = input [B, M, K] @ weight [B, N, K].mT + bias [N]."""
     from triton_kernels.linear_registers_hopper import linear_registers  # loads Gluon
 
-    memory = torch.empty(weight.shape[0] * weight.shape[1] + 1, dtype=torch.float32, device=input.device)
-    do(zero, memory)
-    linear_registers(input, weight, bias, memory, output=output, transposed=transposed)
+    is_transposed = precision.rows_in_registers(input, weight) == 0
+    split, whole = (weight, input) if is_transposed else (input, weight)
+    split = split[:1] if split.stride(0) == 0 else split  # one for all
+    memory = torch.empty(whole.shape[0] * whole.shape[1] + 1, dtype=torch.int32, device=input.device)
+    linear_registers(split, whole, bias, memory, output=output, transposed=is_transposed)
 
 
 def zero(tensor: torch.Tensor) -> None:

@@ -35,28 +35,37 @@ def exact():
 
 
 def product(input, weight, bias=None):
-    assert precision.splits_in_registers(input, weight)
+    assert precision.rows_in_registers(input, weight) == int(len(input) <= len(weight))
     return products.affine(input, weight, (bias,), (len(input), len(weight)))
 
 
-def left(input, weight):
-    """The result, and the weight's rows that the kernel leaves."""
+def bounded(input, weight):
+    """The result, and the weight's rows of whose results some may not be trusted."""
     from triton_kernels.linear_registers_hopper import linear_registers
 
-    memory = torch.zeros(len(weight) + 1, device=DEVICE)
+    memory = torch.empty(len(weight) + 1, dtype=torch.int32, device=DEVICE)
     output = torch.empty(len(input), len(weight), device=DEVICE)
     linear_registers(input[None], weight[None], None, memory, output=output[None])
-    is_left = memory[:-1].isnan()
-    assert memory[-1:].view(torch.int32).item() >= is_left.any()
-    return output, is_left
+    assert memory[-1] == (memory[:-1] != 0).any()
+    return output, memory[:-1] != 0
 
 
 @pytest.mark.parametrize("order", ["depth", "rows"])
 @pytest.mark.parametrize("size", [(16, 2048, 2048), (33, 8192, 640), (100, 4100, 1036), (300, 1028, 8192)], ids=str)
 def test_sizes(size, order):
     """Also multiples of nothing but what TMA asks for; with a bias."""
+    check_sizes(size, order)
+
+
+@pytest.mark.parametrize("order", ["depth", "rows"])
+@pytest.mark.parametrize("size", [(32768, 40, 512), (8192, 64, 1036), (8192, 130, 640), (65536, 256, 64)], ids=str)
+def test_few_columns(size, order):
+    check_sizes(size, order)
+
+
+def check_sizes(size, order):
     rows, columns, depth = size
-    input, weight = operand(rows, depth, "depth", 0), operand(columns, depth, order, 1)
+    input, weight = operand(rows, depth, order, 0), operand(columns, depth, order, 1)
     bias = torch.randn(columns, device=DEVICE)
     want = input.double() @ weight.double().T
     assert relative_error(product(input, weight), want) <= TOLERANCE
@@ -65,14 +74,18 @@ def test_sizes(size, order):
 
 @pytest.mark.parametrize("kind", ["wide", "softmax"])
 def test_elements_far_apart(kind):
-    """Most rows are left, and come from the other kernel: as precise as three TF32 products."""
+    """What cannot be trusted comes from the other kernel: as precise as three TF32 products."""
     input, weight = drawn(kind, 64, 4096, 0), drawn(kind, 2048, 4096, 1)
-    assert left(input, weight)[1].any()
+    assert bounded(input, weight)[1].any()
     assert relative_error(product(input, weight), input.double() @ weight.double().T) <= 5e-7
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [(16, 2048, 2048), (64, 8192, 8192), (256, 4096, 4096), (500, 2048, 2048)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [(16, 2048, 2048), (64, 8192, 8192), (256, 4096, 4096), (500, 2048, 2048), (65536, 64, 256), (16384, 1024, 64)],
+    ids=str,
+)
 def test_at_most_the_librarys_error(size, kind):
     """In the norm, and for each element by |input| @ |weight|.T."""
     rows, columns, depth = size
@@ -100,7 +113,7 @@ def test_accumulator():
     weight[:, 1:16] = torch.exp2(-(torch.arange(2048, device=DEVICE) % 32).float())[:, None]
     input = torch.zeros(16, 2048, device=DEVICE)
     input[:, :16] = 1.0
-    sums = left(input, weight)[0][0, :32].double()
+    sums = bounded(input, weight)[0][0, :32].double()
     assert (sums[26:] == 1.0).all() and sums[24] > 1.0
     assert ((sums - weight[:32].double().sum(1)) <= 0).all(), "truncated, not rounded"
 
@@ -147,29 +160,29 @@ def test_cancellation(delta):
 
 @pytest.mark.parametrize("distance", [10, 27, 33, 40, 80])
 def test_elements_far_below_the_largest(distance):
-    """The largest meet zeros. Where elements lose too much, the row is left."""
+    """The largest meet zeros: what is left of the others is far too small to be trusted."""
     weight = data("normal", 2048, 2048, 0)
     weight[:, ::2] *= 2.0**-distance
     weight[7] = data("normal", 1, 2048, 1)  # beside a row that has none
     input = data("normal", 64, 2048, 2)
     input[:, 1::2] = 0.0
     want = input.double() @ weight.double().T
-    is_left = left(input, weight)[1]
-    assert not is_left[7] and (27 <= distance < 40 or is_left.sum() == (2047 if distance > 31 else 0))
+    is_bounded = bounded(input, weight)[1]
+    assert not is_bounded[7] and (is_bounded.sum() < 10 if distance == 10 else is_bounded.sum() == 2047)
     assert relative_error(product(input, weight), want) <= TOLERANCE
 
 
 @pytest.mark.parametrize("size", [2.0**20, 2.0**36, 2.0**50])
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_one_large_element_meets_zeros(size, is_alone):
-    """The others of its step lose what they are, unless it is near enough: the row is left."""
+    """The others of its step lose what they are, unless it is near enough."""
     input, weight = data("normal", 64, 2048, 0), data("normal", 2048, 2048, 1)
     input[:, 0] = 0.0
     weight[7, 0] = size
     if is_alone:
         weight[7, 1:] = 0.0
-    _, is_left = left(input, weight)
-    assert is_left.nonzero().flatten().tolist() == ([7] if size > 2.0**31 and not is_alone else [])
+    _, is_bounded = bounded(input, weight)
+    assert is_bounded.nonzero().flatten().tolist() == ([7] if size > 2.0**31 and not is_alone else [])
     want = input.double() @ weight.double().T
     result = product(input, weight)
     assert relative_error(result, want) <= TOLERANCE
@@ -182,8 +195,7 @@ def test_rows_that_are_left(value):
     input, weight = operand(100, 2048, "depth", 0), operand(2048, 2048, "depth", 1)
     weight[270, 9], weight[600] = value, value
     input[40, 3] = value
-    _, is_left = left(input, weight)
-    assert is_left[600] and is_left[270] == (not abs(value) < 2.0**60)
+    assert bounded(input, weight)[1].nonzero().flatten().tolist() == [270, 600]
     want = input.double() @ weight.double().T
     fits = want.isfinite() & (want.abs() < torch.finfo(torch.float32).max)
     result = product(input, weight)
@@ -196,15 +208,15 @@ def test_rows_that_are_left(value):
 def test_zeros():
     input, weight = operand(32, 2048, "depth", 0), operand(2048, 2048, "depth", 1)
     weight[5], weight[6, 64:], weight[:, 1000:] = 0.0, 0.0, 0.0
-    result, is_left = left(input, weight)
-    assert not is_left.any() and not result[:, 5].any()
+    result, is_bounded = bounded(input, weight)
+    assert not is_bounded.any() and not result[:, 5].any()
     assert relative_error(result, input.double() @ weight.double().T) <= TOLERANCE
 
 
 def test_gradients():
     """Of a layer with few rows: the input's comes from the same kernel, rows first."""
     input, weight = operand(64, 4096, "depth", 0).requires_grad_(), operand(2048, 4096, "depth", 1).requires_grad_()
-    assert precision.splits_in_registers(torch.empty(64, 2048, device=DEVICE), weight.T)
+    assert precision.rows_in_registers(torch.empty(64, 2048, device=DEVICE), weight.T) == 1
     gradient = torch.randn(64, 2048, device=DEVICE)
     ours = torch.autograd.grad(ops.linear(input, weight), (input, weight), gradient)
     assert relative_error(ours[0], gradient.double() @ weight.double()) <= TOLERANCE
@@ -247,11 +259,11 @@ def test_products_of_compiled_graphs(caplog):
 
 
 #: Matrices, rows, columns, terms: attention's, as it is and its gradients', and sizes that are multiples of nothing.
-BATCHES = [(96, 512, 512, 64), (12, 1024, 1024, 128), (96, 512, 64, 512), (48, 64, 512, 1024), (33, 130, 260, 1036)]
+BATCHES = [(96, 512, 512, 64), (12, 1024, 1024, 128), (256, 512, 64, 512), (96, 64, 512, 2048), (33, 130, 260, 1036)]
 
 
 def is_ours(input, matrix):
-    return precision.batch_in_registers(input, matrix) is not None
+    return precision.rows_in_registers(input, matrix.mT) is not None
 
 
 @pytest.mark.parametrize("orders", ["depth depth", "rows depth", "depth rows", "rows rows"])
@@ -263,7 +275,7 @@ def test_batches(size, orders):
         for rows, order in zip((M, N), orders.split(), strict=True)
     )
     matrix = weight.mT
-    assert precision.batch_in_registers(input, matrix) == (0 if M >= N and order_fits(input) else 1)
+    assert precision.rows_in_registers(input, weight) == (0 if M > N and order_fits(input) else 1)
     want = input.double() @ matrix.double()
     error = relative_error(ops.bmm(input, matrix), want)
     assert error <= TOLERANCE and error <= 1.1 * relative_error(input @ matrix, want)
@@ -274,7 +286,7 @@ def order_fits(input):
     return sorted(input.stride())[1] % 4 == 0
 
 
-@pytest.mark.parametrize("size", BATCHES, ids=str)
+@pytest.mark.parametrize("size", BATCHES[1:], ids=str)
 def test_gradients_of_batches(size):
     B, M, N, K = size
     input, matrix = torch.randn(B, M, K, device=DEVICE), torch.randn(B, K, N, device=DEVICE)
@@ -290,10 +302,10 @@ def test_gradients_of_batches(size):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0**100, 2.0**-100])
 def test_matrices_with_rows_that_are_left(value, transposed):
     """Each in its own matrix, and nothing else changes."""
-    input, weight = torch.randn(64, 100, 1024, device=DEVICE), torch.randn(64, 260, 1024, device=DEVICE)
+    input, weight = torch.randn(64, 130, 1024, device=DEVICE), torch.randn(64, 260, 1024, device=DEVICE)
     if transposed:
         input, weight = weight, input
-    assert precision.batch_in_registers(input, weight.mT) == int(not transposed)
+    assert precision.rows_in_registers(input, weight) == int(not transposed)
     plain = ops.bmm(input, weight.mT)
     weight[3, 70, 9], weight[5, 90], input[7, 40, 3] = value, value, value
     result, want = ops.bmm(input, weight.mT), input.double() @ weight.double().mT
@@ -308,25 +320,30 @@ def test_matrices_with_rows_that_are_left(value, transposed):
 
 @pytest.mark.parametrize("scale", [1, 4, 8])
 def test_attention(scale):
-    """Sharp softmaxes have rows whose elements are far apart, most of which are left."""
-    query, key, value = (torch.randn(48, 512, 64, device=DEVICE) for _ in range(3))
-    probabilities = (scale * ops.matmul(query, key.mT) / 8).softmax(-1)
+    """A sharp softmax's elements are far apart, but what meets them is not: also beside values that are 0 where the
+    largest are."""
+    query, key, value = (torch.randn(48, 512, 128, device=DEVICE) for _ in range(3))
+    probabilities = (scale * ops.matmul(query, key.mT) / 128**0.5).softmax(-1)
+    value[3, 100:] = 0.0
+    assert is_ours(query, key.mT) and is_ours(probabilities, value)
     want = probabilities.double() @ value.double()
-    assert relative_error(ops.matmul(probabilities, value), want) <= 5e-7
+    result = ops.matmul(probabilities, value)
+    assert relative_error(result, want) <= TOLERANCE
+    assert ((result.double() - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
 
 
 def test_one_matrix_for_all():
     """It is split once."""
     weight, images = torch.randn(64, 512, device=DEVICE), torch.randn(32, 512, 3000, device=DEVICE)
     weight[3, ::2] *= 2.0**-40
-    assert precision.batch_in_registers(weight.expand(32, -1, -1), images) == 1
+    assert precision.rows_in_registers(weight.expand(32, -1, -1), images.mT) == 1
     result, want = ops.matmul(weight, images), weight.double() @ images.double()
     assert relative_error(result, want) <= TOLERANCE
 
 
 def test_many_matrices():
-    """More than a grid's second dimension has programs, of windows of attention."""
-    input, matrix = torch.randn(65541, 49, 32, device=DEVICE), torch.randn(65541, 32, 52, device=DEVICE)
+    """More than a grid's second dimension has programs."""
+    input, matrix = torch.randn(65541, 32, 32, device=DEVICE), torch.randn(65541, 32, 128, device=DEVICE)
     assert is_ours(input, matrix)
     result = ops.bmm(input, matrix)
     for places in (0, 70000 % 65541, 65540):

@@ -109,6 +109,8 @@ class LinearRegistersConfig:
     #: 64 rows of the weight for each of two warpgroups.
     block_n: int = 128
     group_m: int = 8
+    #: Whether results go through shared memory.
+    is_staged: bool = False
 
     @classmethod
     def of_rows(cls, M: int) -> "LinearRegistersConfig":
@@ -117,7 +119,12 @@ class LinearRegistersConfig:
     @property
     def stages(self) -> int:
         """The number of steps in flight, as many as shared memory holds."""
-        return {16: 6, 32: 5, 64: 4, 128: 3}[self.block_m]
+        return {16: 6, 32: 5, 64: 4, 128: 2 if self.is_staged else 3}[self.block_m]
+
+    @property
+    def most_staged_steps(self) -> int:
+        """In so many steps, the results of a tile that is stored through shared memory pay for a stage less."""
+        return 16 if self.block_m == 128 else 64
 
 
 def steps_of_parts(rows: int, K: int, multiprocessors: int) -> int:
@@ -170,7 +177,9 @@ def split_kernel(
     high,  # float16, strides as below
     low,  # likewise, or None
     scale,  # their rows', float32
-    any_rest,  # [1] int32: set to 1 where a row gets no scale
+    any_rest,  # [1] int32: set to 1 where a row gets no scale; or None
+    cleared,  # int32 [CLEARED]: set to 0; or None
+    CLEARED,
     ROWS,
     DEPTH,
     row_stride,
@@ -217,21 +226,38 @@ def split_kernel(
             tl.store(low + place, low_part, mask=inside)
     left = (balance < 0).to(tl.int32)
     tl.store(scale + matrix * ROWS + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
-    tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
+    if any_rest is not None:
+        tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
+    if cleared is not None:
+        for first in range(tl.program_id(0) * BLOCK_DEPTH, CLEARED, tl.num_programs(0) * BLOCK_DEPTH):
+            places = first + tl.arange(0, BLOCK_DEPTH)
+            tl.store(cleared + places, tl.zeros_like(places), mask=places < CLEARED)
 
 
 @triton.jit
-def balance_of(magnitudes, largest):
-    """By element: 0 for a zero, negative where it is more than 2**31 below the largest of its scale and loses too much,
-    else 1. A row's sum is negative where too many lose. ``magnitudes`` and ``largest`` are ``magnitude``'s."""
-    is_lost = magnitudes < largest - _FARTHEST
-    return tl.where(magnitudes == 0, 0, tl.where(is_lost, 1 - _ONE_LOST_OF, 1))
+def bounds_of(largest, least):
+    """Of numbers that share a scale: by what they are multiplied before they are split, what makes up for it, and a
+    bound (float32). ``largest`` is their greatest ``magnitude``, ``least`` twice the least that is not 0, less one
+    (uint32).
+
+    An element of less than 2**-31 of the largest is off by up to 2**-49 of it: its parts by 2**-36 where the largest is
+    2**14, and as much again as low times low is left out. Where there is none, the bound is 0; else it is the largest,
+    and NaN where no scale holds that.
+    """
+    held = tl.maximum(largest, _LEAST_EXPONENT << 23)
+    up, down, is_limited = scales_of(held)
+    farthest = (tl.maximum(held - _FARTHEST, 1) * 2 - 1).to(tl.uint32)
+    bound = tl.where(least < farthest, held.to(tl.float32, bitcast=True), 0.0)
+    return up, down, tl.where(is_limited, float("nan"), bound)
 
 
-def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOperand:
+def split(
+    operand: torch.Tensor, parts: int, any_rest: torch.Tensor | None = None, *, clears: torch.Tensor | None = None
+) -> SplitOperand:
     """Split a float32 matrix [rows, depth], or a batch of them [B, rows, depth], of any strides, into 1 or 2 parts.
 
-    ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise.
+    ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise. ``clears`` (int32) is
+    set to 0, for the kernel behind.
     """
     *batch, rows, depth = operand.shape
     by_rows = operand.stride(-2) < operand.stride(-1)
@@ -257,6 +283,8 @@ def split(operand: torch.Tensor, parts: int, any_rest: torch.Tensor) -> SplitOpe
         low,
         scale,
         any_rest,
+        clears,
+        0 if clears is None else clears.numel(),
         rows,
         depth,
         *_strides(operand),

@@ -11,6 +11,8 @@ The depth is cut into parts, which programs compute, and whose sums are added in
 weight's size and the GPU alone, so a row of the result does not depend on how many rows there are.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,15 +31,14 @@ from triton_kernels.device import multiprocessor_count
 from triton_kernels.float32_split import (
     LOW_SCALE,
     LinearRegistersConfig,
-    balance_of,
-    magnitude,
-    scales_of,
+    bounds_of,
     split,
     steps_of_parts,
 )
 from triton_kernels.grid import blocks_of
+from triton_kernels.hopper import is_matrix_copyable
 from triton_kernels.hopper_barriers import new_barriers
-from triton_kernels.hopper_memory import load_box
+from triton_kernels.hopper_memory import async_store, load_box, view
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import (
     FLOAT32_INPUT_PRECISION,
@@ -58,44 +60,60 @@ def matrix_layout(layout):
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
 
 
-#: The balance of a step that float16 cannot hold: no other steps make up for it.
-_UNFIT = gl.constexpr(-(1 << 28))
+@gluon.jit
+def load_block(tile, place: gl.constexpr, LAYOUT: gl.constexpr):
+    """16 columns of the tile [rows, 64] of shared memory, as tensor cores take them."""
+    return tile.slice(place, _BLOCK, 1).load(gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
 
 
 @gluon.jit
-def load_block(tile, place: gl.constexpr, LAYOUT: gl.constexpr):
-    """16 columns of the tile [rows, 64] of shared memory, as tensor cores take them, and their magnitudes."""
-    value = tile.slice(place, _BLOCK, 1).load(gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
-    return value, magnitude(value)
+def twice(value):
+    """Twice the ``magnitude`` (uint32)."""
+    return value.to(gl.uint32, bitcast=True) * 2
+
+
+#: Pairs of elements: twice their scale and LOW_SCALE.
+_SPLIT = gl.constexpr("""{
+    .reg .b16 a, b;
+    .reg .f32 x, y, z, w;
+    mul.rn.f32 x, $2, $4;
+    mul.rn.f32 y, $3, $5;
+    cvt.rn.f16x2.f32 $0, y, x;
+    mov.b32 {a, b}, $0;
+    cvt.f32.f16 z, a;
+    cvt.f32.f16 w, b;
+    sub.rn.f32 x, x, z;
+    sub.rn.f32 y, y, w;
+    mul.rn.f32 x, x, 0f45000000;
+    mul.rn.f32 y, y, 0f45000000;
+    cvt.rn.f16x2.f32 $1, y, x;
+}""")
 
 
 @gluon.jit
 def split_block(value, up):
     """High and low float16 parts."""
-    scaled = value * up
-    high = scaled.to(gl.float16)
-    return high, ((scaled - high.to(gl.float32)) * LOW_SCALE).to(gl.float16)
+    value, up = gl.broadcast(value, up)
+    return gl.inline_asm_elementwise(
+        _SPLIT, "=r,=r,f,f,f,f", [value, up], (gl.float16, gl.float16), is_pure=True, pack=2
+    )
 
 
 @gluon.jit
 def split_in_registers(tile, LAYOUT: gl.constexpr):
     """The tile [rows, 64] of shared memory as four blocks of high and low float16 parts in registers; its rows' scales;
-    and the balance of each (``balance_of``), negative where float16 cannot hold it."""
-    a, a_size = load_block(tile, 0, LAYOUT)
-    b, b_size = load_block(tile, 16, LAYOUT)
-    c, c_size = load_block(tile, 32, LAYOUT)
-    d, d_size = load_block(tile, 48, LAYOUT)
-    largest = gl.max(gl.maximum(gl.maximum(a_size, b_size), gl.maximum(c_size, d_size)), 1)
-    up, down, is_limited = scales_of(largest)
+    and the ``bounds_of`` them."""
+    a, b = load_block(tile, 0, LAYOUT), load_block(tile, 16, LAYOUT)
+    c, d = load_block(tile, 32, LAYOUT), load_block(tile, 48, LAYOUT)
+    e, f, g, h = twice(a), twice(b), twice(c), twice(d)
+    largest = gl.max(gl.maximum(gl.maximum(e, f), gl.maximum(g, h)), 1)
+    least = gl.min(gl.minimum(gl.minimum(e - 1, f - 1), gl.minimum(g - 1, h - 1)), 1)
+    up, down, bound = bounds_of((largest >> 1).to(gl.int32), least)
     up = gl.expand_dims(up, 1)
-    of_row = gl.expand_dims(largest, 1)
-    balance = balance_of(a_size, of_row) + balance_of(b_size, of_row)
-    balance += balance_of(c_size, of_row) + balance_of(d_size, of_row)
-    balance = gl.where((largest > 0) & is_limited, _UNFIT, gl.sum(balance, 1))
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     scale = gl.expand_dims(gl.convert_layout(down, OF_ROWS, assert_trivial=True), 1)
-    balance = gl.convert_layout(balance, OF_ROWS, assert_trivial=True)
-    return (split_block(a, up), split_block(b, up), split_block(c, up), split_block(d, up)), scale, balance
+    bound = gl.convert_layout(bound, OF_ROWS, assert_trivial=True)
+    return (split_block(a, up), split_block(b, up), split_block(c, up), split_block(d, up)), scale, bound
 
 
 @gluon.jit
@@ -132,7 +150,7 @@ def copy_in(
     BYTES: gl.constexpr = (CONFIG.block_n * 4 + 2 * CONFIG.block_m * 2) * BLOCK_K
     STAGES: gl.constexpr = CONFIG.stages
     weight_tiles, input_tiles = memory
-    ready, empty, _ = barriers
+    ready, empty = barriers
     B, M, N, steps, part_steps, is_own = sizes
     count = 0
     for item in range(gl.program_id(0), item_count(sizes, IN_PARTS, CONFIG), gl.num_programs(0)):
@@ -158,6 +176,8 @@ def block_of(tile, place: gl.constexpr, DEPTH_FIRST: gl.constexpr):
 @gluon.jit
 def multiply(
     output,
+    staged,
+    results,
     scales,
     bias,
     any_rest,
@@ -172,13 +192,13 @@ def multiply(
     ADDS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """A consumer: HALF of a tile's rows. While it splits a step's, the other one multiplies: they take turns."""
+    """A consumer: HALF of a tile's rows."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     weight_tiles, input_tiles = memory
-    input_scale, weight_scale = scales
-    ready, empty, turn = barriers
+    input_scale, weight_bounds = scales
+    ready, empty = barriers
     B, M, N, steps, part_steps, is_own = sizes
     of_half = HALF * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, LAYOUT))
     of_input = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
@@ -189,15 +209,14 @@ def multiply(
             total = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
             block = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
             mixed = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
-            balance = gl.zeros((_HALF,), gl.int32, layout=gl.SliceLayout(1, LAYOUT))
+            bound = gl.zeros((_HALF,), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
             for _ in range(part * part_steps, gl.minimum(part * part_steps + part_steps, steps)):
                 stage = count % STAGES
                 tile = weight_tiles.index(stage)
                 tile = (tile.permute((1, 0)) if DEPTH_FIRST else tile).slice(HALF * _HALF, _HALF, 0)
                 mbarrier.wait(ready.index(stage), count // STAGES & 1)
                 blocks, scale, of_step = split_in_registers(tile, LAYOUT)
-                balance = gl.maximum(balance + of_step, _UNFIT)
-                mbarrier.wait(turn.index(HALF), (count & 1) ^ (1 - HALF))
+                bound += of_step
                 for i in gl.static_range(BLOCK_K // _BLOCK):
                     high, low = blocks[i]
                     input_high = block_of(input_tiles.index(2 * stage), i * _BLOCK, INPUT_DEPTH_FIRST)
@@ -205,27 +224,55 @@ def multiply(
                     block = warpgroup_mma(high, input_high, block, use_acc=False, is_async=True)
                     mixed = warpgroup_mma(low, input_high, mixed, use_acc=i > 0, is_async=True)
                     mixed = warpgroup_mma(high, input_low, mixed, is_async=True)
-                    if i == BLOCK_K // _BLOCK - 1:
-                        mbarrier.arrive(turn.index(1 - HALF), count=1)
                     block, mixed = warpgroup_mma_wait(num_outstanding=2 if i < 3 else 0, deps=(block, mixed))
                     total += block * scale
+                if staged is not None:
+                    tma.store_wait(pendings=0)  # of the item before, whose memory the next results take
                 mbarrier.arrive(empty.index(stage), count=1)
                 total += mixed * (scale * (1.0 / LOW_SCALE))
                 count += 1
             behind = count >> 31  # 0: what depends on it takes no registers before
             rows, columns = n + behind + of_half, m + behind + of_input
-            is_left = (balance < 0) & (rows < N)
-            gl.store(weight_scale + batch * N + rows, gl.full_like(rows, float("nan"), dtype=gl.float32), mask=is_left)
-            gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=is_left)
-            total *= gl.expand_dims(gl.load(input_scale + batch * is_own * M + columns, mask=columns < M, other=1.0), 0)
-            inside = gl.expand_dims(rows < N, 1) & gl.expand_dims(columns < M, 0)
-            place = _elements(rows, columns, M, N, TRANSPOSED)
-            target = output + ((part * B if IN_PARTS else 0) + batch).to(gl.int64) * M * N
+            is_bounded = (bound != 0.0) & (rows < N)
+            gl.atomic_max(weight_bounds + batch * N + rows, bound.to(gl.int32, bitcast=True), mask=is_bounded)
+            gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=is_bounded)
+            if HALF == 0:
+                check_scales(input_scale + batch * is_own * M, any_rest, m + behind, M, BLOCK_M)
+            of_columns = gl.load(input_scale + batch * is_own * M + columns, mask=columns < M, other=1.0)
+            total *= gl.expand_dims(of_columns, 0)
             if bias is not None:
-                total += gl.expand_dims(gl.load(bias + rows, mask=(rows < N) & (part == 0), other=0.0), 1)
-            if ADDS:
-                total += gl.load(target + place, mask=inside & (part > 0), other=0.0)
-            gl.store(target + place, total, mask=inside)
+                if TRANSPOSED:
+                    total += gl.expand_dims(gl.load(bias + columns, mask=(columns < M) & (part == 0), other=0.0), 0)
+                else:
+                    total += gl.expand_dims(gl.load(bias + rows, mask=(rows < N) & (part == 0), other=0.0), 1)
+            of_part = (part * B if IN_PARTS else 0) + batch
+            if staged is None:
+                inside = gl.expand_dims(rows < N, 1) & gl.expand_dims(columns < M, 0)
+                place = of_part.to(gl.int64) * M * N + _elements(rows, columns, M, N, TRANSPOSED)
+                if ADDS:
+                    total += gl.load(output + place, mask=inside & (part > 0), other=0.0)
+                gl.store(output + place, total, mask=inside)
+            else:
+                result = results.index(HALF)
+                box = view(result, staged.dtype, staged.block_shape, staged.layout)
+                if TRANSPOSED:
+                    result.store(total)
+                    fence_async_shared()
+                    async_store(staged, [of_part, n + HALF * _HALF, m], box)
+                else:
+                    result.permute((1, 0)).store(total)
+                    fence_async_shared()
+                    async_store(staged, [of_part, m, n + HALF * _HALF], box)
+    if staged is not None:
+        tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def check_scales(scales, any_rest, first, M, BLOCK_M: gl.constexpr):
+    """Tell of rows of the input without a scale."""
+    rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    values = gl.load(scales + rows, mask=rows < M, other=1.0)
+    gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=values != values)
 
 
 @gluon.jit
@@ -245,10 +292,11 @@ def linear_registers_kernel(
     weight,  # a descriptor of [B, N, K] float32, rows or depth first
     high,  # those of the input's parts, [B, M, K] float16, likewise
     low,
-    output,  # [B, M, N] float32, TRANSPOSED [B, N, M]; IN_PARTS one for each part, for ``add_parts_kernel``
-    scales,  # pointers to [B, M], and to [B, N] zeros: NaN is stored for a row that is left
-    bias,  # [N] float32 or None
-    any_rest,  # [1] int32: set to 1 where a row is left
+    output,  # [B, M, N] float32, TRANSPOSED [B, N, M]; IN_PARTS one for each part, for ``finish_kernel``
+    staged,  # the same as a descriptor of half a tile, where results go through shared memory; or None
+    scales,  # pointers to [B, M], and to the bounds [B, N] (``bounds_of``): zeros before
+    bias,  # [N] float32, TRANSPOSED [M]; or None
+    any_rest,  # [1] int32: set to 1 where a row has a bound or no scale
     B,
     M,
     N,
@@ -270,19 +318,23 @@ def linear_registers_kernel(
         gl.float32, [STAGES] + weight.block_shape[1:], matrix_layout(weight.layout)
     )
     input_tiles = gl.allocate_shared_memory(gl.float16, [2 * STAGES] + high.block_shape[1:], matrix_layout(high.layout))
+    if staged is None:
+        results = input_tiles  # none are kept there
+    else:
+        results = gl.allocate_shared_memory(gl.float32, [2] + staged.block_shape[1:], matrix_layout(staged.layout))
     memory = (weight_tiles, input_tiles)
-    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(2, 1))
+    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, 2))
     fence_async_shared()
     sizes = (B, M, N, steps, part_steps, is_own)
     # fmt: off
     gl.warp_specialize(
         [
             (multiply, (
-                output, scales, bias, any_rest, memory, barriers, sizes,
+                output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
                 0, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
             )),
             (multiply, (
-                output, scales, bias, any_rest, memory, barriers, sizes,
+                output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
                 1, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
             )),
             (copy_in, (
@@ -295,37 +347,31 @@ def linear_registers_kernel(
     # fmt: on
 
 
-@triton.jit
-def add_parts_kernel(
-    parts,  # [PARTS, rows, N] float32
-    output,  # [rows, N] float32
-    bias,  # [N] float32 or None
-    rows,
-    N,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The parts' sum in order, with the bias behind the first."""
-    wait_for_launch_before()
-    row, columns = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < N
-    place = row * N + columns
-    total = tl.load(parts + place, mask=inside, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + tl.cast(part, tl.int64) * rows * N + place, mask=inside, other=0.0)
-    tl.store(output + place, total, mask=inside)
+#: A result is trusted where what its weight's elements have lost is at most 2**-19 of it, eight times the usual error:
+#: in each step up to 64 of them 2**-49 of the bound, times up to 2**15 of the input row's scale.
+TRUSTED = tl.constexpr(64 * 2.0**-49 * 2.0**15 * 2.0**19)
 
 
 @triton.jit
-def left_tiles_kernel(
+def bias_of(bias, rows, columns, M, N, TRANSPOSED: tl.constexpr):
+    """Of a tile's results."""
+    if TRANSPOSED:
+        value = tl.load(bias + rows, mask=rows < M, other=0.0)[:, None]
+    else:
+        value = tl.load(bias + columns, mask=columns < N, other=0.0)[None, :]
+    return value
+
+
+@triton.jit
+def finish_kernel(
+    parts,  # [PARTS, elements of the output], or None
     input,  # [B, M, K]: (pointer, row stride, depth stride), and between matrices as below
     weight,  # [B, N, K] likewise
     output,  # as ``linear_registers_kernel``'s
-    scales,  # [B, M] and [B, N]: NaN where a row is left
+    scales,  # [B, M] float32, NaN where a row has none, and bounds [B, N]
     bias,
-    any_rest,  # [1]: 0 where none is
+    any_rest,  # [1]: 0 where all results can be trusted
+    part_count,  # of those that each have a bound, of which the greatest is known
     B,
     M,
     N,
@@ -333,40 +379,54 @@ def left_tiles_kernel(
     input_stride,
     weight_stride,
     is_own,
+    PARTS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """The results of rows that are left, as three TF32 products of their tiles."""
+    """The parts' sum in order, with the bias behind the first; and results that cannot be trusted, as three TF32
+    products of their tiles."""
     wait_for_launch_before()
-    input_scale, weight_scale = scales
+    input_scale, weight_bounds = scales
     tiles = tile_count(M, N, CONFIG)
-    if tl.load(any_rest) != 0:
+    is_any = tl.load(any_rest) != 0
+    if is_any or PARTS > 0:
         for item in range(tl.program_id(0), B * tiles, tl.num_programs(0)):
-            matrix = item // tiles
+            matrix = (item // tiles).to(tl.int64)
             m, n = tile_place(item % tiles, M, N, CONFIG)
             rows, columns = m + tl.arange(0, CONFIG.block_m), n + tl.arange(0, CONFIG.block_n)
-            of_rows = tl.load(input_scale + matrix * is_own * M + rows, mask=rows < M, other=1.0)
-            of_columns = tl.load(weight_scale + matrix * N + columns, mask=columns < N, other=1.0)
-            is_left = (of_rows != of_rows)[:, None] | (of_columns != of_columns)[None, :]
-            if tl.max(tl.max(is_left.to(tl.int32), 1), 0) != 0:
-                a = (input[0] + matrix.to(tl.int64) * input_stride, input[1], input[2])
-                b = (weight[0] + matrix.to(tl.int64) * weight_stride, weight[1], weight[2])
-                place, steps = (m, n, M, N), tl.cdiv(K, CONFIG.block_k)
-                tile = multiply_tile(a, b, place, steps, K, load_pointers, load_pointers, INPUT_PRECISION, CONFIG)
-                is_left &= (rows < M)[:, None] & (columns < N)[None, :]
+            inside = (rows < M)[:, None] & (columns < N)[None, :]
+            if TRANSPOSED:
+                place = matrix * M * N + columns.to(tl.int64)[None, :] * M + rows[:, None]
+            else:
+                place = matrix * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
+            if PARTS > 0:
+                total = tl.load(parts + place, mask=inside, other=0.0)
                 if bias is not None:
-                    tile += tl.load(bias + columns, mask=columns < N, other=0.0)[None, :]
-                target = output + matrix.to(tl.int64) * M * N
-                if TRANSPOSED:
-                    target += columns.to(tl.int64)[None, :] * M + rows[:, None]
-                else:
-                    target += rows.to(tl.int64)[:, None] * N + columns[None, :]
-                tl.store(target, tile, mask=is_left)
+                    total += bias_of(bias, rows, columns, M, N, TRANSPOSED)
+                for part in tl.static_range(1, PARTS):
+                    total += tl.load(parts + tl.cast(part, tl.int64) * B * M * N + place, mask=inside, other=0.0)
+                tl.store(output + place, total, mask=inside)
+            if is_any:
+                scale = tl.load(input_scale + matrix * is_own * M + rows, mask=rows < M, other=1.0)
+                bits = tl.load(weight_bounds + matrix * N + columns, mask=columns < N, other=0)
+                result = tl.load(output + place, mask=inside, other=0.0)
+                bound = bits.to(tl.float32, bitcast=True) * part_count
+                least = (scale * TRUSTED)[:, None] * bound[None, :]
+                is_bounded = (scale != scale)[:, None] | (bound != 0.0)[None, :]
+                is_left = is_bounded & inside & ~(tl.abs(result) >= least)
+                if tl.max(tl.max(is_left.to(tl.int32), 1), 0) != 0:
+                    a = (input[0] + matrix * input_stride, input[1], input[2])
+                    b = (weight[0] + matrix * weight_stride, weight[1], weight[2])
+                    of_tile, steps = (m, n, M, N), tl.cdiv(K, CONFIG.block_k)
+                    tile = multiply_tile(a, b, of_tile, steps, K, load_pointers, load_pointers, INPUT_PRECISION, CONFIG)
+                    if bias is not None:
+                        tile += bias_of(bias, rows, columns, M, N, TRANSPOSED)
+                    tl.store(output + place, tile, mask=is_left)
 
 
-#: Columns of a program of ``add_parts_kernel``.
-_ADDED = 1024
+#: Tiles of ``finish_kernel``.
+_FINISH = LinearConfig(64, 64, 32, num_warps=4)
 
 
 def linear_registers(
@@ -379,31 +439,37 @@ def linear_registers(
     transposed: bool = False,
 ) -> None:
     """output [B, M, N] = input [B, M, K] @ weight [B, N, K].mT + bias [N], in float32; ``transposed`` it is [B, N, M],
-    without a bias. The input may be one matrix, [1, M, K], for all.
+    and the bias [M]. The input may be one matrix, [1, M, K], for all.
 
-    It may have any strides, and TMA can copy the weight (``hopper.is_matrix_copyable``). The output is
-    contiguous. ``memory`` [B * N + 1] (float32) is all 0, and has NaN in the places of the weight's rows that were left
-    to three TF32 products, and at last 1 (int32) where there are such, or rows of the input.
+    It may have any strides, and TMA can copy the weight (``hopper.is_matrix_copyable``). The output is contiguous.
+    ``memory`` [B * N + 1] (int32) gets the bounds of the weight's rows (``bounds_of``), and at last 1 where there are
+    any, or rows of the input without a scale: results that cannot be trusted there come from three TF32 products.
     """
     (inputs, M, K), (B, N, _) = input.shape, weight.shape
-    assert inputs in (1, B) and not (transposed and bias is not None)
-    weight_scale, any_rest = memory[:-1].view(B, N), memory[-1:].view(torch.int32)
-    parts_of_input = split(input, 2, any_rest)
-    scales = parts_of_input.scale, weight_scale
+    assert inputs in (1, B)
+    bounds, any_rest = memory[:-1], memory[-1:]
+    parts_of_input = split(input, 2, clears=memory)
+    scales = parts_of_input.scale, bounds
     multiprocessors = multiprocessor_count(output.device)
-    config, part_steps = LinearRegistersConfig.of_rows(M), steps_of_parts(B * N, K, multiprocessors)
-    tiles, steps = B * blocks_of(M, config.block_m) * blocks_of(N, config.block_n), blocks_of(K, BLOCK_K.value)
-    parts = blocks_of(steps, part_steps)
+    steps, part_steps = blocks_of(K, BLOCK_K.value), steps_of_parts(B * N, K, multiprocessors)
+    config, parts = LinearRegistersConfig.of_rows(M), blocks_of(steps, part_steps)
+    tiles = B * blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     in_parts = tiles < multiprocessors and blocks_of(tiles * parts, multiprocessors) < parts
     target = output.new_empty(parts, *output.shape) if in_parts else output
+    adds = parts > 1 and not in_parts
+    matrices = target.view(-1, *target.shape[-2:])
+    if not adds and part_steps <= config.most_staged_steps and is_matrix_copyable(matrices):
+        config = replace(config, is_staged=True)
+    half = [config.block_n // 2, config.block_m]
     launch(
         linear_registers_kernel,
         (min(tiles * (parts if in_parts else 1), multiprocessors),),
         output.device,
-        _descriptor(weight, config.block_n),
-        _descriptor(parts_of_input.high, config.block_m),
-        _descriptor(parts_of_input.low, config.block_m),  # type: ignore[arg-type]
+        _of_step(weight, config.block_n),
+        _of_step(parts_of_input.high, config.block_m),
+        _of_step(parts_of_input.low, config.block_m),  # type: ignore[arg-type]
         target,
+        _descriptor(matrices, half if transposed else half[::-1]) if config.is_staged else None,
         scales,
         None if in_parts else bias,
         any_rest,
@@ -417,36 +483,23 @@ def linear_registers(
         INPUT_DEPTH_FIRST=_is_depth_first(parts_of_input.high),
         TRANSPOSED=transposed,
         IN_PARTS=in_parts,
-        ADDS=parts > 1 and not in_parts,
+        ADDS=adds,
         CONFIG=config,
         config=config,
         num_warps=4,
     )
-    if in_parts:
-        rows = output.shape[:-1].numel()
-        launch(
-            add_parts_kernel,
-            (blocks_of(output.shape[-1], _ADDED), rows),
-            output.device,
-            target,
-            output,
-            bias,
-            rows,
-            output.shape[-1],
-            PARTS=parts,
-            BLOCK=_ADDED,
-        )
-    of_rest = LinearConfig(64, 64, 32, num_warps=4)
     launch(
-        left_tiles_kernel,
-        (min(B * blocks_of(M, of_rest.block_m) * blocks_of(N, of_rest.block_n), 2 * multiprocessors),),
+        finish_kernel,
+        (min(B * blocks_of(M, _FINISH.block_m) * blocks_of(N, _FINISH.block_n), 2 * multiprocessors),),
         output.device,
+        target if in_parts else None,
         (input, *input.stride()[1:]),
         (weight, *weight.stride()[1:]),
         output,
         scales,
         bias,
         any_rest,
+        parts,
         B,
         M,
         N,
@@ -454,12 +507,13 @@ def linear_registers(
         input.stride(0) if inputs == B else 0,
         weight.stride(0),
         int(inputs == B),
+        PARTS=parts if in_parts else 0,
         TRANSPOSED=transposed,
         INPUT_PRECISION=FLOAT32_INPUT_PRECISION,
-        CONFIG=of_rest,
-        config=of_rest,
-        num_warps=of_rest.num_warps,
-        num_stages=of_rest.num_stages,
+        CONFIG=_FINISH,
+        config=_FINISH,
+        num_warps=_FINISH.num_warps,
+        num_stages=_FINISH.num_stages,
     )
 
 
@@ -467,9 +521,15 @@ def _is_depth_first(operand: torch.Tensor) -> bool:
     return operand.stride(-1) != 1
 
 
-def _descriptor(operand: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Of boxes of so many rows and the terms of a step, of one matrix."""
-    lines, box = (operand.mT, [BLOCK_K.value, rows]) if _is_depth_first(operand) else (operand, [rows, BLOCK_K.value])
-    swizzled = min(128, box[1] * operand.element_size())
-    layout = gl.NVMMASharedLayout(swizzled, 8 * operand.element_size(), rank=3)
-    return TensorDescriptor.from_tensor(lines, [1, *box], layout)
+def _of_step(operand: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of so many rows and the terms of a step, of one matrix."""
+    if _is_depth_first(operand):
+        return _descriptor(operand.mT, [BLOCK_K.value, rows])
+    return _descriptor(operand, [rows, BLOCK_K.value])
+
+
+def _descriptor(matrices: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    """Boxes of one of them."""
+    swizzled = min(128, box[1] * matrices.element_size())
+    layout = gl.NVMMASharedLayout(swizzled, 8 * matrices.element_size(), rank=3)
+    return TensorDescriptor.from_tensor(matrices, [1, *box], layout)

@@ -100,14 +100,30 @@ def test_float32_products_of_few_rows_or_terms(monkeypatch):
 @pytest.mark.parametrize(
     "sizes, expected",
     [
-        ((16, 2048, 2048), True),
-        ((15, 8192, 8192), False),
-        ((16, 2048, 2047), False),  # few weights
-        ((511, 1024, 1028), True),
-        ((511, 1024, 1024), False),  # and multiplications
-        ((512, 2048, 2048), False),
-        ((511, 511, 65536), False),
-        ((511, 65536, 511), False),
+        ((1, 16, 2048, 2048), True),
+        ((1, 15, 8192, 8192), False),
+        ((1, 16, 2048, 2047), False),  # few weights
+        ((1, 511, 8192, 512), True),
+        ((1, 31, 1024, 2**20), True),
+        ((1, 31, 2**20, 511), False),
+        ((1, 31, 511, 2**20), False),
+        ((1, 32, 2**14, 1024), True),  # in any order
+        ((1, 2**14, 32, 1024), True),
+        ((1, 2**14, 32, 1023), False),  # few multiplications
+        ((1, 2**16, 31, 2**16), False),
+        ((1, 127, 120, 2**24), False),
+        ((1, 256, 256, 2**14), False),  # few results
+        ((1, 512, 512, 2**11), True),
+        ((1, 2**16, 128, 64), True),
+        ((1, 2**16, 2**10, 31), False),
+        ((1, 2**16, 130, 64), False),  # which TMA cannot store
+        ((1, 2**16, 130, 512), True),
+        ((64, 256, 256, 128), True),
+        ((64, 256, 256, 127), False),
+        ((96, 512, 64, 512), False),  # may be of a softmax
+        ((96, 512, 64, 512, True), True),
+        ((256, 512, 64, 512), True),
+        ((8, 64, 512, 2048), True),
     ],
 )
 def test_float32_products_in_registers(sizes, expected):

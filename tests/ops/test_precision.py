@@ -128,42 +128,56 @@ def few_rows_on_hopper(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_rows_on_hopper")
-@pytest.mark.parametrize("setting, expected", [("highest", True), ("high", False)])
+@pytest.mark.parametrize("setting, expected", [("highest", 1), ("high", None)])
 def test_the_setting_decides_on_registers(setting, expected):
     torch.set_float32_matmul_precision(setting)
-    assert precision.splits_in_registers(rows_of(64, 2048), rows_of(2048, 2048)) is expected
-    assert not precision.splits_in_registers(rows_of(64, 2048, torch.bfloat16), rows_of(2048, 2048, torch.bfloat16))
+    place = precision.rows_in_registers
+    assert place(rows_of(64, 2048), rows_of(2048, 2048)) == expected
+    assert place(rows_of(64, 2048, torch.bfloat16), rows_of(2048, 2048, torch.bfloat16)) is None
 
 
 @pytest.mark.usefixtures("few_rows_on_hopper")
 def test_what_is_split_in_registers():
-    """The weight in either order, as TMA copies it, and any input."""
+    """The larger operand in either order, as TMA copies it, and any other one; or one of nearly as many rows."""
     torch.set_float32_matmul_precision("highest")
-    input, weight = rows_of(64, 2048), rows_of(2048, 2048)
-    assert precision.splits_in_registers(input, weight.T)
-    assert precision.splits_in_registers(rows_of(64, 4096)[:, :2048], rows_of(2048, 4096)[:, :2048])
-    assert precision.splits_in_registers(rows_of(2048, 64).T, weight)
-    assert precision.splits_in_registers(input[:1].expand(64, 2048), weight)
-    assert not precision.splits_in_registers(input, rows_of(2048, 4096)[:, ::2])
-    assert not precision.splits_in_registers(input, rows_of(2048, 2049)[:, 1:])  # neither begins nor goes on aligned
-    assert not precision.splits_in_registers(rows_of(15, 2048), weight)
+    place, input, weight = precision.rows_in_registers, rows_of(64, 2048), rows_of(2048, 2048)
+    assert place(input, weight.T) == 1 and place(rows_of(8192, 2048), input) == 0
+    assert place(rows_of(64, 4096)[:, :2048], rows_of(2048, 4096)[:, :2048]) == 1
+    assert place(rows_of(2048, 64).T, weight) == 1
+    assert place(input[:1].expand(64, 2048), weight) == 1
+    assert place(input, rows_of(2048, 4096)[:, ::2]) is None
+    assert place(input, rows_of(2048, 2049)[:, 1:]) is None  # neither begins nor goes on aligned
+    assert place(rows_of(1024, 2048), rows_of(2048, 2049)[:, 1:]) == 0
+    assert place(weight, weight) == 1  # results are stored by rows of the weight
+    assert place(rows_of(15, 2048), weight) is None
 
 
 @pytest.mark.usefixtures("few_rows_on_hopper")
 def test_which_of_a_batch_is_split_in_registers():
     """The larger operand, or the other one where TMA cannot copy it, if its products pay."""
     torch.set_float32_matmul_precision("highest")
-    place, batch = precision.batch_in_registers, partial(torch.empty, device="meta")
-    small, large = batch(64, 128, 512), batch(64, 512, 512)
-    assert place(small, large) == 1 and place(large, small.mT) == 0
+    place, batch = precision.rows_in_registers, partial(torch.empty, device="meta")
+    small, large = batch(64, 256, 512), batch(64, 512, 512)
+    assert place(small, large) == 1 and place(large, small) == 0
     assert place(small.mT.contiguous().mT, large.mT) == 1
     assert place(small, batch(64, 1024, 512)[:, ::2]) == 1  # every second row
     assert place(small, batch(64, 512, 1024)[..., ::2]) == 0  # every second column
-    assert place(batch(128, 128, 512)[::2], batch(1, 512, 512).expand(64, -1, -1)) == 0  # one matrix repeated
-    assert place(batch(64, 128, 1024)[..., ::2], batch(64, 512, 1024)[..., ::2]) is None
+    assert place(batch(128, 256, 512)[::2], batch(1, 512, 512).expand(64, -1, -1)) == 0  # one matrix repeated
+    assert place(batch(64, 256, 1024)[..., ::2], batch(64, 512, 1024)[..., ::2]) is None
     assert place(small[:1], large[:1]) is None and place(small.bfloat16(), large.bfloat16()) is None
     torch.set_float32_matmul_precision("high")
     assert place(small, large) is None
+
+
+@pytest.mark.usefixtures("few_rows_on_hopper")
+def test_the_chains_kernel_comes_first(monkeypatch):
+    """Where both operands may be split in memory. It has no batches."""
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(precision, "float32_by_cublas", lambda *sizes: False)
+    large = torch.empty(2, 2048, 2048, device="meta")
+    assert precision.rows_in_registers(large[0], large[0]) is None
+    assert precision.rows_in_registers(large[:1], large[:1]) is None
+    assert precision.rows_in_registers(large, large) == 1
 
 
 @pytest.mark.parametrize(

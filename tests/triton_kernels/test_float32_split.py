@@ -13,8 +13,7 @@ from triton_kernels.float32_split import (
     LOW_SCALE,
     LinearRegistersConfig,
     LinearSplitConfig,
-    balance_of,
-    magnitude,
+    bounds_of,
     split,
     steps_of_parts,
 )
@@ -245,18 +244,71 @@ def test_a_batch_is_split_as_its_matrices(order, parts):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+def test_what_is_cleared():
+    """For the kernel behind, by all programs together, and no row is told of."""
+    for size in (1, 100, 5000):
+        memory = torch.full((size + 1,), 7, dtype=torch.int32)
+        values = matrix()
+        values[3, 3] = torch.inf
+        assert split(values, 2, clears=memory[:-1]).scale[3].isnan()
+        assert memory.tolist() == [0] * size + [7]
+
+
 @triton.jit
-def balance_kernel(values, balance, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    places = tl.arange(0, ROWS)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
-    sizes = magnitude(tl.load(values + places))
-    tl.store(balance + places, balance_of(sizes, tl.max(sizes, 1)[:, None]))
+def bounds_kernel(values, up, down, bounds, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    bits = tl.load(values + rows[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]).to(tl.uint32, bitcast=True)
+    of_rows, back, bound = bounds_of((tl.max(bits * 2, 1) >> 1).to(tl.int32), tl.min(bits * 2 - 1, 1))
+    tl.store(up + rows, of_rows)
+    tl.store(down + rows, back)
+    tl.store(bounds + rows, bound)
 
 
-def test_balance():
-    """Elements more than 2**31 below the largest lose too much; zeros do not count."""
-    values = torch.tensor([[8.0, 0.0, 2.0**-28, 2.0**-29], [0.0, 0.0, 0.0, 0.0], [-(2.0**60), 1.0, -(2.0**29), -0.0]])
-    balance = torch.empty(3, 4, dtype=torch.int32)
-    padded = torch.cat([values, torch.ones(1, 4)])
-    result = torch.cat([balance, balance[:1]])
-    balance_kernel[(1,)](padded, result, ROWS=4, DEPTH=4)
-    assert result.tolist() == [[1, 0, 1, -255], [0, 0, 0, 0], [1, -255, 1, 0], [1, 1, 1, 1]]
+BOUNDED = [
+    ([8.0, 0.0, -(2.0**-28), 1.0], 0.0),
+    ([-8.0, 0.0, 2.0**-29, 1.0], 8.0),
+    ([0.0, -0.0, 0.0, 0.0], 0.0),
+    ([-(2.0**61), 0.0, 0.0, 0.0], math.nan),
+    ([2.0**60, 2.0**29, 2.0**40, 0.0], 0.0),
+    ([2.0**60, 2.0**28, 2.0**40, 0.0], 2.0**60),
+    ([2.0**-70, 2.0**-91, 0.0, 0.0], 0.0),
+    ([2.0**-70, 2.0**-92, 0.0, 0.0], 2.0**-60),
+    ([1e-45, 0.0, 0.0, 0.0], 2.0**-60),
+    ([1.0, -math.inf, 0.0, 0.0], math.nan),
+    ([1.0, -math.nan, 0.0, 0.0], math.nan),
+]
+
+
+@pytest.mark.parametrize("values, bound", BOUNDED, ids=str)
+def test_bounds(values, bound):
+    """The largest, where an element that is not 0 is more than 2**31 below it or below what the least scale holds."""
+    up, down = torch.empty(1), torch.empty(1)
+    bounds = torch.empty(1)
+    bounds_kernel[(1,)](torch.tensor([values]), up, down, bounds, ROWS=1, DEPTH=4)
+    torch.testing.assert_close(bounds, torch.tensor([bound]), rtol=0, atol=0, equal_nan=True)
+    largest = max(map(abs, values))
+    assert (up * down).item() == 1.0
+    assert math.isnan(bound) or largest < 2.0**-60 or 2.0**14 <= largest * up.item() < 2.0**15
+
+
+def test_elements_that_lose_too_much():
+    """Each is off by at most 2**-49 of the largest, when it is multiplied by another that is split."""
+    weight, input = (wide(seed) for seed in (0, 1))
+    of_weight, of_input = (split_of(each, 2)[0] for each in (weight, input))
+    (high, low), (other, rest) = (
+        [each.high.double() / 2.0**14, each.low.double() / 2.0**25] for each in (of_weight, of_input)
+    )
+    error = (high * other + high * rest + low * other - weight.double() * input.double()).abs()
+    is_far = weight.abs() < 2.0**-31
+    assert is_far.sum() > 1000 and (error[is_far] <= 2.0**-49).all()
+    assert error[is_far].max() > 2.0**-52, "the bound is not far off"
+
+
+def wide(seed):
+    """Rows with a largest element of 1 and exponents down to -60; those of the second matrix are in [0.5, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    values = 1 - torch.rand(64, 64, generator=generator) / 2
+    if seed == 0:
+        values *= torch.exp2(-torch.randint(1, 60, values.shape, generator=generator).float())
+    values[:, 0] = 1.0
+    return values
