@@ -19,8 +19,11 @@ GRID_DTYPES = ("bfloat16", "float32")
 GRID = {f"{batch}x{size}x{size}": (batch, size) for batch in GRID_BATCHES for size in GRID_FEATURES}
 
 
-#: Products of batches: attention's scores, and the values that they weigh.
-MATRICES = ("96x512x64x512", "96x512x512x64", "96x1024x128x1024", "96x1024x1024x128")
+#: Products of batches: attention's scores, and the values that they weigh; and one of few columns.
+MATRICES = (
+    *("96x512x64x512", "96x512x512x64", "96x1024x128x1024", "96x1024x1024x128", "32x2048x64x2048", "32x2048x2048x64"),
+    "1x65536x256x256",
+)
 
 
 def sizes_of(shape: str) -> tuple[int, ...]:

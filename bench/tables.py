@@ -31,8 +31,8 @@ from bench.columns import (
 )
 from bench.page import FAMILY_TIMES
 from bench.results import BadResult, DeviceResults, chains_by_shape, grouped, model_ratios, runs_of
-from bench.schema import COMPILERS, GRAPHS, MODES, CommitsRow, ModelRow, Row, TimesRow
-from bench.sizes import FORMS
+from bench.schema import COMPILERS, GRAPHS, MODES, OURS, CommitsRow, ModelRow, Row, TimesRow
+from bench.sizes import FORMS, TARGET
 
 #: Rows of the table ``times``: a chain's product, and what ``Row.layout`` says.
 _MAIN = (
@@ -213,6 +213,22 @@ def _main_models(results: DeviceResults) -> str:
     return _with_note(columns, rows, f"{results.setup(rows)}. Last columns: over Inductor's of the same run.")
 
 
+#: How README calls the ways to compute a float32 product.
+_WAYS_OF_PRODUCTS = {"cublas": "cuBLAS", "tf32": "TF32", "tf32x3": "3xTF32", OURS: "normfuse"}
+
+
+def _main_products(results: DeviceResults) -> str:
+    """Of the four chains' size."""
+    rows = [row for row in results.products if row.shape == TARGET["GEMM"]]
+    lines = [(name, row.way(way)) for row in rows for way, name in _WAYS_OF_PRODUCTS.items()]
+    columns: list[Column] = [
+        ("product", itemgetter(0)),
+        ("error", lambda line: number(line[1].error, ".1e")),
+        ("µs", lambda line: number(line[1].us)),
+    ]
+    return _with_note(columns, lines, f"{results.device.partition(',')[0]}, {TARGET['GEMM']}.")
+
+
 #: What a page asks for between ``<!-- table: NAME -->`` and ``<!-- /table -->``.
 TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "times": _main_table,
@@ -224,6 +240,7 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "products": lambda results: _with_note(
         [SHAPE, *PRODUCTS], results.products, _times_setup(results, results.products)
     ),
+    "products_main": _main_products,
     "models": _models_table,
     "models_main": _main_models,
     "models_costs": partial(_ways_table, WAY_COSTS),
@@ -231,7 +248,11 @@ TABLES: Mapping[str, Callable[[DeviceResults], str]] = {
     "models_failures": _failures,
 }
 #: README has room for one device: the one of which such rows were measured last.
-_OF_ONE_DEVICE = {"times": attrgetter("target"), "models_main": attrgetter("models")}
+_OF_ONE_DEVICE = {
+    "times": attrgetter("target"),
+    "models_main": attrgetter("models"),
+    "products_main": attrgetter("products"),
+}
 _OPENING, _CLOSING = "<!-- table: {} -->", "<!-- /table -->"
 #: A table's name, and its end. That is empty where the next table, or the page's end, comes first.
 _PLACE = re.compile(r"<!-- table: ([^>]*) -->.*?(<!-- /table -->|(?=<!-- table:)|\Z)", re.DOTALL)

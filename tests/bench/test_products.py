@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench import products, recording
+from bench import products, recording, tables
 from bench.__main__ import main
 from bench.results import read_all
 from bench.schema import PRODUCT_WAYS, Run
@@ -91,6 +91,19 @@ def test_rows_and_tables(gpu, tmp_path, capsys):
     ).us == 7
     page = fill_tables("<!-- table: products -->\n<!-- /table -->", [found], tmp_path)
     assert "| shape | ours, µs | cublas, µs |" in page and "| 8x64x64 | 7 | 7 (1.00) |" in page
+
+
+def test_main_table(gpu, tmp_path, monkeypatch):
+    """Of the four chains' size: each way's error and time."""
+    monkeypatch.setitem(tables.TARGET, "GEMM", "8x64x64")
+    path = tmp_path / "products.jsonl"
+    words = ["products", "--batches", "4,8", "--features", "64", "--rounds", "2", "--output", str(path)]
+    assert main([*words, "--matrices", ""]) == 0
+    (found,) = read_all([path])
+    page = fill_tables("<!-- table: products_main -->\n<!-- /table -->", [found], tmp_path)
+    error = found.products[1].way("cublas").error
+    assert f"| cuBLAS | {error:.1e} | 7 |" in page and "| normfuse | " in page and page.count("| 7 |") == 4
+    assert page.splitlines()[-3].endswith(", 8x64x64.")
 
 
 @pytest.mark.parametrize(
