@@ -410,7 +410,7 @@ def finish_kernel(
             if is_any:
                 scale = tl.load(input_scale + matrix * is_own * M + rows, mask=rows < M, other=1.0)
                 bits = tl.load(weight_bounds + matrix * N + columns, mask=columns < N, other=0)
-                result = tl.load(output + place, mask=inside, other=0.0)
+                result = total if PARTS > 0 else tl.load(output + place, mask=inside, other=0.0)
                 bound = bits.to(tl.float32, bitcast=True) * part_count
                 least = (scale * TRUSTED)[:, None] * bound[None, :]
                 is_bounded = (scale != scale)[:, None] | (bound != 0.0)[None, :]
