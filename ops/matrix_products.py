@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ops import operators, plans, precision, products
+from ops.calls import contiguous
 from ops.plan import Plan
-from triton_kernels.hopper import runs_hopper_kernels
 
 Tensor = torch.Tensor
 
@@ -30,7 +30,7 @@ def plan_of(operands: list[Tensor]) -> Plan:
 def _multiply(input: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
     shape = *input.shape[:-1], matrix.shape[-1]
     if input.ndim == 2:
-        return products.affine(input, matrix.T, bias, shape)
+        return products.affine(input, matrix.T, [contiguous(each) for each in bias], shape)
     assert not bias
     return products.affine(input[0], matrix[0].T, (), shape) if len(input) == 1 else products.of_batches(input, matrix)
 
@@ -51,8 +51,7 @@ PRODUCT = torch.ops.normfuse.product.default
 
 def _is_exact(input: Any) -> bool:
     """Whether kernels may multiply this tensor, which may be a fake one: float32 at full precision, on Hopper."""
-    is_taken = input.dtype == torch.float32 and not precision.why_no_kernels(input)
-    return is_taken and runs_hopper_kernels(input.device) and precision.float32_parts() == 2
+    return not precision.why_no_kernels(input) and precision.is_exact(input)
 
 
 def pays(operands: Sequence[Any]) -> bool:
@@ -70,7 +69,7 @@ def pays(operands: Sequence[Any]) -> bool:
 def _set_up(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> None:
     input, matrix, *bias = inputs[0]
     ctx.save_for_backward(input if matrix.requires_grad else None, matrix if input.requires_grad else None)
-    ctx.has_bias = bool(bias)
+    ctx.biases = [each.requires_grad for each in bias]
 
 
 def _backward(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
@@ -78,7 +77,7 @@ def _backward(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     return [
         None if matrix is None else _product(gradient, matrix.mT),
         None if input is None else _product(input.mT, gradient),
-        *([gradient.sum(0)] if ctx.has_bias else []),
+        *(gradient.sum(0) if is_wanted else None for is_wanted in ctx.biases),
     ]
 
 
@@ -242,14 +241,15 @@ def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, a
 
 
 def _adds(added: Tensor, operands: Sequence[Tensor], beta: Any, alpha: Any) -> bool:
-    """Whether it expands to the product. What is left out for beta = 0 has a gradient of zeros in PyTorch."""
+    """Whether it expands to the product. What is left out for beta = 0 has a gradient of zeros in PyTorch, and so has
+    the product for alpha = 0."""
     input, matrix = operands
     shape = *input.shape[:-1], matrix.shape[-1]
     expands = added.ndim <= len(shape) and all(
         size in (1, whole) for size, whole in zip(added.shape[::-1], shape[::-1], strict=False)
     )
     are_real = all(type(each) in (int, float) for each in (beta, alpha))
-    return expands and are_real and not (beta == 0 and added.requires_grad)
+    return expands and are_real and alpha != 0 and not (beta == 0 and added.requires_grad)
 
 
 def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:

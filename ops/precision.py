@@ -88,17 +88,18 @@ def rows_in_registers(input: torch.Tensor, weight: torch.Tensor) -> int | None:
     own precision, with an error of 1e-7 to 2.5e-7. It is the larger operand, if TMA can copy it. Else None."""
     B = input.shape[0] if input.ndim == 3 else 1
     (M, K), N = input.shape[-2:], weight.shape[-2]
-    if not _is_exact(input) or (B == 1 and not float32_by_cublas(M, N, K)):
+    if not is_exact(input) or (B == 1 and not float32_by_cublas(M, N, K)):
         return None
     is_shared = B > 1 and 0 in (input.stride(0), weight.stride(0))
     if float32_in_registers(B, M, N, K, is_shared):
         for place, rows, others in sorted([(1, N, M), (0, M, N)], key=lambda each: each[1], reverse=True):
-            if 2 * rows >= others and is_matrix_copyable((input, weight)[place]):
+            if rows >= others and is_matrix_copyable((input, weight)[place]):
                 return place
     return None
 
 
-def _is_exact(input: torch.Tensor) -> bool:
+def is_exact(input: torch.Tensor) -> bool:
+    """Whether the operand is float32, at full precision, and on Hopper."""
     return input.dtype == torch.float32 and float32_parts() == 2 and runs_hopper_kernels(input.device)
 
 

@@ -46,7 +46,7 @@ def bounded(input, weight):
     memory = torch.empty(len(weight) + 1, dtype=torch.int32, device=DEVICE)
     output = torch.empty(len(input), len(weight), device=DEVICE)
     linear_registers(input[None], weight[None], None, memory, output=output[None])
-    assert memory[-1] == (memory[:-1] != 0).any()
+    assert memory[-1] >= (memory[:-1] != 0).any()
     return output, memory[:-1] != 0
 
 
@@ -168,11 +168,11 @@ def test_elements_far_below_the_largest(distance):
     input[:, 1::2] = 0.0
     want = input.double() @ weight.double().T
     is_bounded = bounded(input, weight)[1]
-    assert not is_bounded[7] and (is_bounded.sum() < 10 if distance == 10 else is_bounded.sum() == 2047)
+    assert not is_bounded[7] and (is_bounded.sum() < 50 if distance == 10 else is_bounded.sum() == 2047)
     assert relative_error(product(input, weight), want) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [2.0**20, 2.0**36, 2.0**50])
+@pytest.mark.parametrize("size", [2.0**16, 2.0**36, 2.0**50])
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_one_large_element_meets_zeros(size, is_alone):
     """The others of its step lose what they are, unless it is near enough."""
@@ -182,7 +182,7 @@ def test_one_large_element_meets_zeros(size, is_alone):
     if is_alone:
         weight[7, 1:] = 0.0
     _, is_bounded = bounded(input, weight)
-    assert is_bounded.nonzero().flatten().tolist() == ([7] if size > 2.0**31 and not is_alone else [])
+    assert is_bounded.nonzero().flatten().tolist() == ([7] if size > 2.0**28 and not is_alone else [])
     want = input.double() @ weight.double().T
     result = product(input, weight)
     assert relative_error(result, want) <= TOLERANCE
@@ -349,3 +349,22 @@ def test_many_matrices():
     for places in (0, 70000 % 65541, 65540):
         want = input[places].double() @ matrix[places].double()
         assert relative_error(result[places], want) <= TOLERANCE
+
+
+def test_an_element_of_the_input_that_meets_alone():
+    """It is far below the others of its row, which meet zeros: the row is computed again."""
+    input, weight = data("normal", 64, 2048, 0), torch.zeros(2048, 2048, device=DEVICE)
+    input[5, 100] = 1.2345678 * 2.0**-36
+    weight[7, 100] = 1.0
+    result, is_bounded = product(input, weight), bounded(input, weight)[1]
+    assert not is_bounded.any()
+    assert result[5, 7] == input[5, 100] and torch.equal(result[:, 7], input[:, 100])
+
+
+def test_rows_of_zeros_beside_a_bound():
+    """Are zeros."""
+    input, weight = data("normal", 64, 2048, 0), data("normal", 2048, 2048, 1)
+    input[:32], weight[:, ::2] = 0.0, 2.0**-40
+    result = product(input, weight)
+    assert not result[:32].any()
+    assert relative_error(result[32:], input[32:].double() @ weight.double().T) <= TOLERANCE

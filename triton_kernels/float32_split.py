@@ -39,8 +39,8 @@ _GREATEST_EXPONENT = tl.constexpr(127 + 60)
 #: down to 2**-31 (two parts) or 2**-30 (one) of the largest never lose that much. Of normally distributed numbers one
 #: in 7e8, or 3e8, is smaller.
 _MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
-#: The exponent of that, in a float32's place.
-_FARTHEST = tl.constexpr(31 << 23)
+#: Below 2**-28 of the largest, high is subnormal. The exponent, in a float32's place.
+_FARTHEST = tl.constexpr(28 << 23)
 #: Of so many elements of a row that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
@@ -189,6 +189,7 @@ def split_kernel(
     split_depth_stride,
     split_matrix_stride,
     MOST_LOST: tl.constexpr,
+    MAY_LOSE: tl.constexpr,  # whether a row gets a scale where few of its elements lose more
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -211,26 +212,30 @@ def split_kernel(
         for first in range(0, DEPTH, BLOCK_DEPTH):
             value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
             greatest = tl.maximum(greatest, magnitude(value))
-    up, down, is_limited = scales_of(tl.max(greatest, 1))
+    largest = tl.max(greatest, 1)
+    up, down, is_limited = scales_of(largest)
     balance = tl.zeros((BLOCK_ROWS,), tl.int64)  # negative where a row loses too much
     for first in range(0, DEPTH, BLOCK_DEPTH):
         if not WHOLE:
             value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
         high_part, low_part, lost = split_block(value, up, MOST_LOST, LOW)
-        present = ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
-        balance += tl.sum(present - _ONE_LOST_OF * lost, 1)
+        kept = -_ONE_LOST_OF * lost
+        if MAY_LOSE:
+            kept += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
+        balance += tl.sum(kept, 1)
         place = target + tl.cast(first, tl.int64) * split_depth_stride
         inside = row_inside & (depths < DEPTH - first)[None, :]
         tl.store(high + place, high_part, mask=inside)
         if LOW:
             tl.store(low + place, low_part, mask=inside)
     left = (balance < 0).to(tl.int32)
+    down = tl.where(largest > 0, down, 0.0)
     tl.store(scale + matrix * ROWS + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
     if any_rest is not None:
         tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
     if cleared is not None:
-        for first in range(tl.program_id(0) * BLOCK_DEPTH, CLEARED, tl.num_programs(0) * BLOCK_DEPTH):
-            places = first + tl.arange(0, BLOCK_DEPTH)
+        for each in range(tl.program_id(0), tl.cdiv(CLEARED, BLOCK_DEPTH), tl.num_programs(0)):
+            places = each * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
             tl.store(cleared + places, tl.zeros_like(places), mask=places < CLEARED)
 
 
@@ -240,9 +245,10 @@ def bounds_of(largest, least):
     bound (float32). ``largest`` is their greatest ``magnitude``, ``least`` twice the least that is not 0, less one
     (uint32).
 
-    An element of less than 2**-31 of the largest is off by up to 2**-49 of it: its parts by 2**-36 where the largest is
-    2**14, and as much again as low times low is left out. Where there is none, the bound is 0; else it is the largest,
-    and NaN where no scale holds that.
+    An element of less than 2**-28 of the largest is off by up to 2**-49 of it: its parts by 2**-36 where the largest is
+    2**14, and as much again as low times low is left out. Where there is none, the bound is 0, and nothing is off by
+    more than 2**-19 beside another operand that ``may_lose`` nothing; else it is the largest, and NaN where no scale
+    holds that.
     """
     held = tl.maximum(largest, _LEAST_EXPONENT << 23)
     up, down, is_limited = scales_of(held)
@@ -252,12 +258,17 @@ def bounds_of(largest, least):
 
 
 def split(
-    operand: torch.Tensor, parts: int, any_rest: torch.Tensor | None = None, *, clears: torch.Tensor | None = None
+    operand: torch.Tensor,
+    parts: int,
+    any_rest: torch.Tensor | None = None,
+    *,
+    may_lose: bool = True,
+    clears: torch.Tensor | None = None,
 ) -> SplitOperand:
     """Split a float32 matrix [rows, depth], or a batch of them [B, rows, depth], of any strides, into 1 or 2 parts.
 
-    ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise. ``clears`` (int32) is
-    set to 0, for the kernel behind.
+    ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise. Unless it ``may_lose``,
+    a row gets none where a single element loses too much. ``clears`` (int32) is set to 0, for the kernel behind.
     """
     *batch, rows, depth = operand.shape
     by_rows = operand.stride(-2) < operand.stride(-1)
@@ -290,6 +301,7 @@ def split(
         *_strides(operand),
         *_strides(high),
         MOST_LOST=_MOST_LOST[parts],
+        MAY_LOSE=may_lose,
         WHOLE=whole,
         BLOCK_ROWS=block_rows,
         BLOCK_DEPTH=block_depth,

@@ -347,8 +347,8 @@ def linear_registers_kernel(
     # fmt: on
 
 
-#: A result is trusted where what its weight's elements have lost is at most 2**-19 of it, eight times the usual error:
-#: in each step up to 64 of them 2**-49 of the bound, times up to 2**15 of the input row's scale.
+#: A result is trusted where what a bound allows for is at most 2**-19 of it, eight times the usual error: in each step
+#: up to 64 elements are off by 2**-49 of the bound, times up to 2**15 of the input row's scale.
 TRUSTED = tl.constexpr(64 * 2.0**-49 * 2.0**15 * 2.0**19)
 
 
@@ -448,7 +448,7 @@ def linear_registers(
     (inputs, M, K), (B, N, _) = input.shape, weight.shape
     assert inputs in (1, B)
     bounds, any_rest = memory[:-1], memory[-1:]
-    parts_of_input = split(input, 2, clears=memory)
+    parts_of_input = split(input, 2, may_lose=False, clears=memory)
     scales = parts_of_input.scale, bounds
     multiprocessors = multiprocessor_count(output.device)
     steps, part_steps = blocks_of(K, BLOCK_K.value), steps_of_parts(B * N, K, multiprocessors)

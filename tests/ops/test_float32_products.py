@@ -26,7 +26,7 @@ aten = torch.ops.aten
 @pytest.fixture
 def compiled(monkeypatch):
     """Compiles a function as if all products paid, and keeps the targets of its graphs' nodes."""
-    monkeypatch.setattr(matrix_products, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
     graphs: list[list] = []
 
     def compile_graph(module, inputs):
@@ -181,7 +181,7 @@ class Called(TorchDispatchMode):
 @pytest.fixture
 def called(monkeypatch):
     """What is called in its context, as if all products paid."""
-    monkeypatch.setattr(matrix_products, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
     return Called()
 
 

@@ -237,3 +237,43 @@ def test_batches_that_are_no_views(monkeypatch):
         with Called() as called:
             torch.testing.assert_close(ops.matmul(a, b), torch.matmul(a, b))
         assert called.count == 0
+
+
+@pytest.mark.parametrize("name", ["strided", "expanded", "transposed column"])
+def test_a_bias_of_any_strides(name):
+    """By the operator itself."""
+    input, matrix, values = *(each.detach() for each in drawn((6, 5), (5, 8))), torch.arange(16.0)
+    biases = {"strided": values[::2], "expanded": values[3:4].expand(8), "transposed column": values.view(8, 2).T[1]}
+    bias = biases[name]
+    result = matrix_products.PRODUCT([input, matrix, bias])
+    torch.testing.assert_close(result, torch.addmm(bias, input, matrix))
+
+
+@pytest.mark.usefixtures("is_ours")
+def test_alpha_of_zero():
+    """Leaves the product out, whatever it is, as in PyTorch's addmm."""
+    input, matrix = (each.detach() for each in drawn((6, 5), (5, 8)))
+    input[2, 3] = torch.nan
+    for added in torch.ones(8), torch.ones(6, 8):
+        assert torch.equal(ops.addmm(added, input, matrix, alpha=0), torch.ones(6, 8))
+
+
+def test_a_bias_that_needs_no_gradient():
+    input, matrix, bias = drawn((6, 5), (5, 8), (8,))
+    bias = bias.detach()
+    with Summed() as summed:
+        torch.autograd.grad(matrix_products.PRODUCT([input, matrix, bias]).sum(), (input, matrix))
+    assert not summed.dims
+
+
+class Summed(TorchDispatchMode):
+    """Along which dimensions anything is summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dims = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function is torch.ops.aten.sum.dim_IntList:
+            self.dims.append(arguments[1])
+        return function(*arguments, **(options or {}))
