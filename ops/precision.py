@@ -85,7 +85,8 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
 def rows_in_registers(input: torch.Tensor, weight: torch.Tensor) -> int | None:
     """Whose rows are split in registers by ``linear_registers_hopper``, the input's (0) or the weight's (1), where it
     makes the float32 product of input [M, K] and weight [N, K], or of batches of these, instead of cuBLAS: in PyTorch's
-    own precision, with an error of 1e-7 to 2.5e-7. It is the larger operand, if TMA can copy it. Else None."""
+    own precision, with an error of 1e-7 to 2.5e-7. It is the larger operand, or beside one matrix for all the other, if
+    TMA can copy it. Else None."""
     B = input.shape[0] if input.ndim == 3 else 1
     (M, K), N = input.shape[-2:], weight.shape[-2]
     if not is_exact(input) or (B == 1 and not float32_by_cublas(M, N, K)):
@@ -93,7 +94,7 @@ def rows_in_registers(input: torch.Tensor, weight: torch.Tensor) -> int | None:
     is_shared = B > 1 and 0 in (input.stride(0), weight.stride(0))
     if float32_in_registers(B, M, N, K, is_shared):
         for place, rows, others in sorted([(1, N, M), (0, M, N)], key=lambda each: each[1], reverse=True):
-            if rows >= others and is_matrix_copyable((input, weight)[place]):
+            if (rows >= others or is_shared) and is_matrix_copyable((input, weight)[place]):
                 return place
     return None
 

@@ -252,4 +252,4 @@ def test_products_of_eager_code(layers):
         results = step(model)
     check(results)
     called = {each.key: each.count for each in profile.key_averages()}
-    assert called["normfuse::forward"] == 6
+    assert called["normfuse::product"] == 6
