@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.layouts import call_like
-from ops.matrix_products import PRODUCT, pays
+from ops.matrix_products import PRODUCT, are_plain, pays
 
 aten = torch.ops.aten
 
@@ -90,27 +90,18 @@ class _Products(TorchDispatchMode):
 
 def _is_valid(function: Any, operands: Sequence[Any]) -> bool:
     """Whether these are plain tensors which PyTorch would multiply. What it refuses it shall refuse."""
-    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in operands):
+    if not are_plain(operands):
         return False
     *_, input, matrix = operands
-    if any(each.is_nested or each.layout != torch.strided for each in operands):
-        return False
     dims = 3 if function is aten.bmm.default else 2
-    return (
-        input.ndim == matrix.ndim == dims
-        and (*input.shape[:-2], input.shape[-1]) == tuple(matrix.shape[:-1])
-        and all((each.dtype, each.device) == (input.dtype, input.device) for each in operands)
-    )
+    return input.ndim == matrix.ndim == dims and (*input.shape[:-2], input.shape[-1]) == tuple(matrix.shape[:-1])
 
 
 def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
     """Whether these are images that PyTorch would convolve."""
     *images, weight = arguments[: 3 if function is aten.convolution_backward.default else 2]
     bias = arguments[2] if function is aten.convolution.default else None
-    given = [*images, weight, *([] if bias is None else [bias])]
-    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided for each in given):
-        return False
-    if not all((each.dtype, each.device) == (weight.dtype, weight.device) and not each.is_nested for each in given):
+    if not are_plain([*images, weight, *([] if bias is None else [bias])]):
         return False
     fits = weight.ndim in (3, 4, 5) and images[-1].ndim == weight.ndim and images[-1].shape[1] == weight.shape[1]
     return fits and (bias is None or bias.shape == weight.shape[:1])

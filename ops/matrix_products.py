@@ -90,16 +90,23 @@ def _product(input: Tensor, matrix: Tensor) -> Tensor:
     return PRODUCT(operands) if operators.layouts_of(operands) and pays(operands) else torch.matmul(input, matrix)
 
 
+def are_plain(operands: Sequence[Any]) -> bool:
+    """Whether these are tensors of no subclass, strided, of one dtype, on one device."""
+    if not all(type(each) in (Tensor, torch.nn.Parameter) for each in operands):
+        return False
+    if any(each.is_nested or each.layout != torch.strided for each in operands):
+        return False
+    return len({(each.dtype, each.device) for each in operands}) == 1
+
+
 def _fits(input: Any, matrix: Any, *others: Any) -> bool:
     """Whether these are plain float32 tensors, and the first two matrices or batches that PyTorch would multiply."""
-    operands = input, matrix, *others
-    if not (all(type(each) in (Tensor, torch.nn.Parameter) for each in operands) and _is_seen_by_autograd_alone()):
+    if not (are_plain([input, matrix, *others]) and _is_seen_by_autograd_alone()):
         return False
-    if any(each.is_nested or each.layout != torch.strided or each.is_neg() for each in operands):
+    if any(each.is_neg() for each in (input, matrix, *others)):
         return False
-    are_alike = all((each.dtype, each.device) == (input.dtype, input.device) for each in operands)
     fit = min(input.ndim, matrix.ndim) >= 2 and input.shape[-1] == matrix.shape[-2]
-    return are_alike and fit and _is_exact(input) and not precision.autocasts(input.device)
+    return fit and _is_exact(input) and not precision.autocasts(input.device)
 
 
 def _is_seen_by_autograd_alone() -> bool:
