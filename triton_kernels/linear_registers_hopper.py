@@ -1,4 +1,5 @@
-"""Float32 products of few rows on Hopper: the weight is read once, and split in registers (Gluon).
+"""Float32 products on Hopper, of few rows or columns and of batches: the larger operand, here called the weight, is
+read once, and split in registers (Gluon).
 
 ``linear_split_hopper`` needs both operands split in memory beforehand, which takes longer than the product where the
 other has few rows. Tensor cores take their first operand from registers, so here that is the weight: one warp copies
@@ -28,13 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.device import multiprocessor_count
-from triton_kernels.float32_split import (
-    LOW_SCALE,
-    LinearRegistersConfig,
-    bounds_of,
-    split,
-    steps_of_parts,
-)
+from triton_kernels.float32_split import LOW_SCALE, LinearRegistersConfig, bounds_of, split, steps_of_parts
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_matrix_copyable
 from triton_kernels.hopper_barriers import new_barriers
