@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from triton_kernels.linear import LinearConfig
-from triton_kernels.linear_registers_hopper import finish_kernel
+from triton_kernels.linear_registers_finish import finish_kernel
 
 CONFIG = LinearConfig(16, 16, 16)
 B, M, N, K = 3, 37, 20, 41
