@@ -57,6 +57,7 @@ HOPPER = (
     "float32_split.",
     "linear_split_hopper.",
     "linear_registers_hopper.",
+    "linear_registers_finish.",
     "linear.linear_rest_kernel",
     "convolution_hopper.",
     "weight_gradient_hopper.",

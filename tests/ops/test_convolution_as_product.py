@@ -6,12 +6,12 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
 from ops import convolution_as_product, float32_products, precision
 from ops.convolution import CHANNELS_LAST
 from ops.matrix_products import PRODUCT
+from tests.ops.products import Called, Compiler, taken
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -27,33 +27,7 @@ def all_pay(monkeypatch):
 
 @pytest.fixture
 def compiled():
-    graphs: list[list] = []
-
-    def compile_graph(module, inputs):
-        float32_products.take_over(module.graph)
-        module.recompile()
-        graphs.append([node.target for node in module.graph.nodes if node.op == "call_function"])
-        return make_boxed_func(module.forward)
-
-    def compile(function):
-        return torch.compile(function, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True)
-
-    compile.graphs = graphs
-    return compile
-
-
-class Called(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.graphs = [[]]
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.graphs[0].append(function)
-        return function(*arguments, **(options or {}))
-
-
-def products(graphs):
-    return [graph.count(PRODUCT) for graph in graphs]
+    return Compiler(fullgraph=True)
 
 
 def drawn(dims, is_last, bias=True, **options):
@@ -81,11 +55,11 @@ def test_a_step(compiled, dims, is_last, bias):
     layer, image = drawn(dims, is_last, bias)
     expected = step(layer, layer, image)
     check(step(compiled(layer), layer, image), expected)
-    assert products(compiled.graphs) == [1, 2]
+    assert taken(compiled.graphs) == [1, 2]
     with Called() as called, ops.faster_float32():
         found = step(layer, layer, image)
     check(found, expected)
-    assert products(called.graphs) == [3]
+    assert taken(called.graphs) == [3]
 
 
 def test_volumes():
@@ -95,7 +69,7 @@ def test_volumes():
     with Called() as called, ops.faster_float32():
         found = step(layer, layer, image)
     check(found, expected, has_strides=False)
-    assert products(called.graphs) == [3] and found[0].is_contiguous(memory_format=torch.channels_last_3d)
+    assert taken(called.graphs) == [3] and found[0].is_contiguous(memory_format=torch.channels_last_3d)
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
@@ -107,7 +81,7 @@ def test_one_gradient(compiled, wanted):
     (expected,) = torch.autograd.grad(layer(image).square().sum(), leaves[wanted])
     (found,) = torch.autograd.grad(compiled(layer)(image).square().sum(), leaves[wanted])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert products(compiled.graphs) == [1, int(wanted < 2)]
+    assert taken(compiled.graphs) == [1, int(wanted < 2)]
 
 
 LEFT = {
@@ -133,7 +107,7 @@ def test_what_is_left(compiled, name):
     with Called() as called, ops.faster_float32():
         found = LEFT[name](*given)
     torch.testing.assert_close(found, expected)
-    assert found.stride() == expected.stride() and products([*compiled.graphs, *called.graphs]) == [0, 0]
+    assert found.stride() == expected.stride() and taken([*compiled.graphs, *called.graphs]) == [0, 0]
 
 
 def test_the_setting_decides(compiled, monkeypatch):
@@ -143,7 +117,7 @@ def test_the_setting_decides(compiled, monkeypatch):
     expected = compiled(layer)(image)
     with Called() as called, ops.faster_float32():
         check([layer(image)], [expected])
-    assert products([*compiled.graphs, *called.graphs]) == [0, 0]
+    assert taken([*compiled.graphs, *called.graphs]) == [0, 0]
 
 
 def test_what_does_not_pay_is_left(compiled, monkeypatch):
@@ -154,7 +128,7 @@ def test_what_does_not_pay_is_left(compiled, monkeypatch):
     check(step(compiled(layer), layer, image), expected)
     with Called() as called, ops.faster_float32():
         check(step(layer, layer, image), expected)
-    assert products([*compiled.graphs, *called.graphs]) == [1, 0, 1]
+    assert taken([*compiled.graphs, *called.graphs]) == [1, 0, 1]
 
 
 def test_large_gradients_of_samples_are_left(compiled):
@@ -162,7 +136,7 @@ def test_large_gradients_of_samples_are_left(compiled):
     torch.manual_seed(0)
     layer, image = nn.Conv2d(64, 48, 1), torch.randn(2, 64, 3, 3, requires_grad=True)
     check(step(compiled(layer), layer, image), step(layer, layer, image))
-    assert products(compiled.graphs) == [1, 0]
+    assert taken(compiled.graphs) == [1, 0]
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -174,7 +148,7 @@ def test_images_of_one_pixel(is_last):
     expected = step(layer, layer, image)
     with Called() as called, ops.faster_float32():
         check(step(layer, layer, image), expected)
-    assert products(called.graphs)[0] >= 1
+    assert taken(called.graphs)[0] >= 1
 
 
 def test_values_that_are_not_known_yet():

@@ -10,13 +10,11 @@ import sys
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
-from ops import float32_products, matrix_products, precision
+from ops import float32_products, precision
+from tests.ops.products import Called, Compiler, taken
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -27,23 +25,7 @@ aten = torch.ops.aten
 def compiled(monkeypatch):
     """Compiles a function as if all products paid, and keeps the targets of its graphs' nodes."""
     monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
-    graphs: list[list] = []
-
-    def compile_graph(module, inputs):
-        float32_products.take_over(module.graph)
-        module.recompile()
-        graphs.append([node.target for node in module.graph.nodes if node.op == "call_function"])
-        return make_boxed_func(module.forward)
-
-    def compile(function, **options):
-        return torch.compile(function, backend=aot_autograd(fw_compiler=compile_graph), **options)
-
-    compile.graphs = graphs
-    return compile
-
-
-def taken(graphs):
-    return [graph.count(matrix_products.PRODUCT) for graph in graphs]
+    return Compiler()
 
 
 def left(graphs):
@@ -164,18 +146,6 @@ def test_what_does_not_pay_is_left(compiled, monkeypatch):
     monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_: True)
     compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
     assert taken(compiled.graphs) == [0]
-
-
-class Called(TorchDispatchMode):
-    """Keeps what is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.graphs = [[]]
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.graphs[0].append(function)
-        return function(*arguments, **(options or {}))
 
 
 @pytest.fixture
