@@ -13,7 +13,7 @@ __distribution__ = "normfuse"  # by which it is told from another project's pack
 
 require_own_siblings()
 
-from ops import pointwise, reference, tensor_parallel  # noqa: E402
+from ops import flops, pointwise, reference, tensor_parallel  # noqa: E402, F401
 from ops.chain import Chain, decompositions  # noqa: E402
 from ops.composed_functions import (  # noqa: E402
     conv2d_group_norm,

@@ -3,6 +3,7 @@ order, strides and refusals, whether their products are this project's or PyTorc
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import ops
 from ops import matrix_products
@@ -38,15 +39,17 @@ def drawn(*shapes):
 
 
 def check(name, given, count, **options):
-    """Values, strides, gradients and their gradients."""
-    results = []
+    """Values, strides, gradients and their gradients, and how many operations PyTorch counts."""
+    results, operations = [], []
     for module, expected in (torch, 0), (ops, count):
-        with Called() as called:
+        with Called() as called, FlopCounterMode(display=False) as counter:
             result = getattr(module, name)(*given, **options)
             gradients = torch.autograd.grad(result.sin().sum(), given, create_graph=True)
             second = torch.autograd.grad(sum(each.sin().sum() for each in gradients), given)
         assert (taken(called.graphs)[0] > 0) == (expected > 0)
         results.append([result, *gradients, *second])
+        operations.append(counter.get_total_flops())
+    assert operations[0] == operations[1]
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert results[0][0].stride() == results[1][0].stride()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.accuracy import draw_grad_output, run
 from tests.chains import (
@@ -61,10 +62,9 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def arguments_of(name, *, rows=None, way="contiguous", absent=False):
+def arguments_of(name, *, way="contiguous", absent=False, **sizes):
     chain, problem, changes = CALLS[name]
-    if rows is not None:
-        problem = dataclasses.replace(problem, rows=rows)
+    problem = dataclasses.replace(problem, **sizes)
     arguments = make_arguments(chain, problem, torch.float32, absent=chain.vectors if absent else ()) | changes
     if way == "permuted":
         for each, tensor in tensors_of(arguments).items():
@@ -263,3 +263,21 @@ def test_operators_gradients_are_the_functions(chain):
     assert torch.equal(output, expected["output"])
     for name, gradient in zip(names, torch.autograd.grad(output, leaves, grad_output), strict=True):
         assert torch.equal(gradient, expected[name]), name
+
+
+@by_call
+@pytest.mark.parametrize("wanted", ["", "input", "weight", "input weight", "input weight bias"])
+def test_flops(name, wanted):
+    """PyTorch counts as many as of its own operators."""
+    chain, arguments = arguments_of(name, conv_groups=1)  # of more, it counts a weight's gradient that often
+    counted = []
+    for function in chain.function, chain.plain:
+        leaves = {each: tensor.detach() for each, tensor in tensors_of(arguments).items()}
+        wanted_leaves = [tensor.requires_grad_() for each, tensor in leaves.items() if each in wanted.split()]
+        with FlopCounterMode(display=False) as counter:
+            output = function(**{**arguments, **leaves})
+            if wanted_leaves:
+                output.sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1]
+    assert (counted[0] > 0) == ("weight" in arguments and arguments["weight"].ndim > 1)

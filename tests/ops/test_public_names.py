@@ -109,7 +109,11 @@ def test_import_is_light():
     own = [name for name in loaded if name.split(".")[0] in ("ops", "triton_kernels", "autotune_configs")]
     assert "ops" in own and "triton_kernels.linear" in own
     standard = {name for name in loaded if name.split(".")[0] in sys.stdlib_module_names}
-    assert set(loaded) - set(own) - standard == set()
+    of_pytorch = {
+        "torch.utils.flop_counter",
+        "torch.utils.module_tracker",
+    }  # two small ones: operators tell their count
+    assert set(loaded) - set(own) - standard <= of_pytorch
 
 
 def fake_package(folder: Path, name: str) -> None:
