@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import triton
@@ -62,7 +63,15 @@ class CompiledLaunch:
 
 def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLaunch]:
     """Compile every kernel that ``launch()`` launches on tensors of the "meta" device, for ``sm_<arch>``."""
-    compiled = []
+    with compiling_for(arch) as compiled:
+        launch()
+    return [_resources(kernel, arch) for kernel in compiled]
+
+
+@contextlib.contextmanager
+def compiling_for(arch: int) -> Iterator[list[Any]]:
+    """Within this context, kernels that are launched are compiled for ``sm_<arch>``, and not run: those yielded."""
+    compiled: list[Any] = []
     run = triton.runtime.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -72,8 +81,7 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[CompiledLa
         mock.patch.object(triton.runtime.driver, "_active", _driver(arch)),
         mock.patch.object(triton.runtime.JITFunction, "run", compile_only),
     ):
-        launch()
-    return [_resources(kernel, arch) for kernel in compiled]
+        yield compiled
 
 
 @contextlib.contextmanager

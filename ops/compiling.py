@@ -6,6 +6,7 @@ where it is run first, for which Triton 3.6 has a C compiler build what launches
 
 import functools
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -17,6 +18,16 @@ import torch
 from triton_kernels.launch import current
 
 _MOST_THREADS = 8
+
+
+def may_parse(version: tuple[int, ...]) -> bool:
+    """Whether threads of this Python may parse at once, as Triton does to compile: before 3.11.8, 3.11 raises
+    SystemErrors now and then (https://github.com/python/cpython/issues/106905)."""
+    return not (3, 11) <= version < (3, 11, 8)
+
+
+#: Whether threads compile. Else kernels are compiled where they are called.
+IN_THREADS = may_parse(sys.version_info[:3])
 #: By what tells specializations apart, and by compiled kernels: one thread compiles or loads, others wait and find what
 #: it did. A kernel that is being loaded looks as if it were loaded.
 _locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
@@ -64,7 +75,7 @@ def begin(
         _compiled.add(key)
         return compiled
 
-    if key in _compiled:
+    if key in _compiled or not IN_THREADS:
         return compile()
     try:
         return threads("kernels").submit(compile)

@@ -2,8 +2,8 @@
 
 Such a graph's tensors lie in memory as they did when it was compiled, so a plan that was found once is the plan of all
 its calls. Where a size is open, or an address may have any alignment, the plan is looked up in each call. Plans are
-made, and their kernels compiled, by threads while Inductor compiles the rest of the graph: of open sizes those of the
-call that it is compiled for.
+made by threads, and their kernels compiled by Inductor's workers, while Inductor compiles the rest of the graph: of
+open sizes those of the call that it is compiled for.
 
 Inductor asks a registry how an operator's call is written. Where that is gone, graphs call the operators.
 """
@@ -135,13 +135,26 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
     layouts = f"{described[0].device}: {', '.join(map(str, described))}" if described else ""
     words = repr((name, without_tensors, layouts if are_known else ""))
     is_made = (are_known and words in calls) or layouts in _begun.get(words, {})
-    if described and not is_made and config.compile_threads != 1 and not tuning.is_on():  # which would sweep there
-        begun = compiling.threads("plans").submit(lambda: PLANS[name](*_filled(without_tensors, iter(described))))
+    may_begin = compiling.IN_THREADS and config.compile_threads != 1 and not tuning.is_on()  # which would sweep there
+    if described and not is_made and may_begin:
+        begun = compiling.threads("plans").submit(_begin, name, without_tensors, described)
         _begun.setdefault(words, {})[layouts] = begun
     V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
     given = ", ".join([each.codegen_reference() for each in tensors])
     is_list = isinstance(node.op_overload._schema.returns[0].type, torch.ListType)
     writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
+
+
+def _begin(*call: Any) -> Plan:
+    """The plan of a call, made by a thread."""
+    from ops import compile_worker  # loads what stands for a GPU in offline compilation
+
+    compile_worker.precompile(call[-1][0].device, _plan_of, *call)
+    return _plan_of(*call)
+
+
+def _plan_of(name: str, arguments: list[Any], described: list[_Described]) -> Plan:
+    return PLANS[name](*_filled(arguments, iter(described)))
 
 
 def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Described], bool]:

@@ -33,7 +33,7 @@ class Reduction:
 
     @property
     def cache_key(self) -> str:
-        return self.store.cache_key
+        return str(source(self.store))
 
 
 @dataclass(frozen=True)

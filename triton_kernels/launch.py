@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+from triton_kernels.cache_keys import hash_in_order
 from triton_kernels.device import INTERPRETED, architecture
 from triton_kernels.grid import blocks_of, next_power_of_2
 
@@ -132,6 +133,7 @@ def launch(
     """
     if 0 in grid:
         return
+    hash_in_order(kernel)
     if not INTERPRETED:
         options["enable_fp_fusion"] = True  # the interpreter has no such option
         if overlaps and architecture(device) >= 90:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from triton_kernels.cache_keys import hash_in_order
 from triton_kernels.device import IN_INTERPRETER
 
 
@@ -304,6 +305,7 @@ by_identity: "WeakValueDictionary[int, Pointwise]" = WeakValueDictionary()
 
 def source(function: triton.runtime.JITFunction) -> Any:
     """What a jit function is made of, which a second definition shares. (The interpreter's have no key.)"""
+    hash_in_order(function)
     return getattr(function, "cache_key", function)
 
 

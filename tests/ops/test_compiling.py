@@ -14,6 +14,12 @@ from ops import compiling
 DEVICE = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def in_threads(monkeypatch):
+    """Also with a Python that cannot compile so: these kernels are not parsed."""
+    monkeypatch.setattr(compiling, "IN_THREADS", True)
+
+
 class Compiled:
     """In the place of Triton's: it is loaded as it is asked for what launches it."""
 
@@ -51,6 +57,18 @@ def test_kernels_are_compiled_side_by_side():
     both = threading.Barrier(3)
     kernels = [Kernel(lambda: both.wait(timeout=60)) for _ in range(3)]
     assert all(each.loads == 1 for each in compiling.finished([begin(each, 32) for each in kernels]))
+
+
+@pytest.mark.parametrize(
+    "version, may", [((3, 10, 13), True), ((3, 11), False), ((3, 11, 7), False), ((3, 11, 8), True), ((3, 12, 0), True)]
+)
+def test_a_python_whose_threads_cannot_parse_at_once(version, may, monkeypatch):
+    """There the caller compiles."""
+    assert compiling.may_parse(version) is may
+    monkeypatch.setattr(compiling, "IN_THREADS", may)
+    names: list[str] = []
+    compiling.finished([begin(Kernel(lambda: names.append(threading.current_thread().name)), 32)])
+    assert names[0].startswith("normfuse-kernels") is may
 
 
 @pytest.mark.parametrize("other", [{"size": 33}, {"constexpr": 2}, {"dtype": torch.float16}, {"num_warps": 8}], ids=str)

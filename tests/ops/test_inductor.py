@@ -10,7 +10,7 @@ from torch import nn
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code, tensor_is_aligned
 
 import ops
-from ops import inductor
+from ops import compiling, inductor
 from ops.plan import Planner
 from tests.ops.programs import run
 
@@ -23,6 +23,7 @@ def aligned(monkeypatch):
     import torch._inductor.graph
 
     monkeypatch.setattr(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned)
+    monkeypatch.setattr(compiling, "IN_THREADS", True)  # the interpreter compiles nothing
     inductor.calls.clear()
     with fresh_inductor_cache():
         yield
@@ -146,18 +147,21 @@ class Model(nn.Module):
         return nn.functional.hardtanh(self.last(self.head(y.flatten(1))))
 
 
-@pytest.mark.parametrize("threads, dynamic", [(1, False), (2, False), (2, True)])
-def test_plans_are_made_meanwhile(makers, threads, dynamic):
+@pytest.mark.parametrize(
+    "threads, dynamic, may", [(1, False, True), (2, False, True), (2, True, True), (2, True, False)]
+)
+def test_plans_are_made_meanwhile(makers, threads, dynamic, may, monkeypatch):
     """By threads while Inductor compiles, and the first call finds them: no plan is made twice."""
+    monkeypatch.setattr(compiling, "IN_THREADS", may)
     torch.manual_seed(0)
-    model, input = Model(), torch.randn(2 + threads + 9 * dynamic, 3, 10, 10)  # new to all that is kept
+    model, input = Model(), torch.randn(2 + threads + 9 * dynamic + 2 * may, 3, 10, 10)  # new to all that is kept
     with torch._inductor.config.patch(compile_threads=threads):
         if dynamic:
             torch._dynamo.mark_dynamic(input, 0)
         graph = compiled(model)
         for _ in range(2):
             gradients = torch.autograd.grad(graph(input).square().sum(), model.parameters())
-    assert set(makers) == {"normfuse-plans" if threads > 1 else "MainThread"}
+    assert set(makers) == {"normfuse-plans" if threads > 1 and may else "MainThread"}
     assert 4 <= len(makers) <= len(inductor.calls) and not inductor._begun
     expected = torch.autograd.grad(model(input).square().sum(), model.parameters())
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
@@ -259,7 +263,7 @@ PROGRAM = """
 import torch, ops
 import torch._inductor.graph
 from torch._dynamo.utils import counters
-from ops import inductor
+from ops import compiling, inductor
 from ops.plan import Planner
 
 torch._inductor.graph.should_assume_input_aligned = lambda tensor: True
