@@ -7,27 +7,27 @@ kernels land in Triton's cache on disk, where the plan that this process makes f
 Where there are no workers, or one fails, nothing is lost: this process compiles.
 """
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
-from triton.backends.nvidia.compiler import get_ptxas_version
 
-from autotune_configs.offline import compiling_for
+from autotune_configs import lookup
+from ops import compiling
 from triton_kernels import device as devices
 
 _log = logging.getLogger(__name__)
 
 _WORKERS = "torch._inductor.async_compile"
-_ASSEMBLER = "TRITON_PTXAS_PATH"
+_FOLDER, _ASSEMBLER = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
+#: Seconds after which this process compiles.
+_LONGEST = 30
 #: Of a GPU's properties, those that kernels and configs depend on.
 _PROPERTIES = "name", "major", "minor", "multi_processor_count", "shared_memory_per_block_optin"
 
@@ -51,39 +51,51 @@ class Setting:
         return cls(device, known, precision, folder, os.environ.get(_ASSEMBLER))
 
 
-def precompile(device: torch.device, make: Callable[..., object], *arguments: Any) -> None:
-    """Let one of Inductor's workers, if there are any, call ``make(*arguments)``, which makes a plan for a GPU."""
+def workers_for(device: torch.device) -> Any:
+    """Inductor's workers, if they are ready and know what plans for the device depend on; else None. Inductor's config
+    is the calling thread's."""
+    workers = getattr(sys.modules.get(_WORKERS), "AsyncCompile", None)
+    has_own_tables = lookup.generation() > 0
+    if device.type != "cuda" or workers is None or has_own_tables:
+        return None
     try:
-        workers = getattr(sys.modules.get(_WORKERS), "AsyncCompile", None)
-        if device.type == "cuda" and workers and workers.use_process_pool():
-            workers.process_pool().submit(make_offline, Setting.of(device), make, *arguments).result()
-    except Exception:  # of a worker, or of what it cannot know, such as functions of this process's own
-        _log.debug("kernels are compiled by this process", exc_info=True)
+        return workers.process_pool() if workers.use_process_pool() else None
+    except Exception as error:
+        _log.info("Inductor's workers cannot be asked: %s", error)
+        return None
+
+
+def precompile(workers: Any, device: torch.device, make: Callable[..., object], *arguments: Any) -> None:
+    """Let one of the workers, if there are any, call ``make(*arguments)``, which makes a plan for the device."""
+    try:
+        if workers is not None:
+            workers.submit(make_offline, Setting.of(device), make, *arguments).result(timeout=_LONGEST)
+    except Exception as error:  # of a worker, or of what it cannot know, such as functions of this process's own
+        _log.info("kernels are compiled by this process, as a worker did not: %r", error)
 
 
 def make_offline(setting: Setting, make: Callable[..., object], *arguments: Any) -> None:
     """Call ``make(*arguments)`` in a process without a GPU, and leave the plan's kernels in Triton's cache."""
+    from unittest import mock
+
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    from autotune_configs.offline import compiling_for
+
     properties = setting.properties
     with (
         compiling_for(10 * properties.major + properties.minor),
+        mock.patch.object(compiling, "IN_THREADS", False),  # other workers have the other processors
         mock.patch.object(devices, "_cuda_properties", lambda index: properties),
         mock.patch.object(torch.cuda, "current_device", lambda: setting.device.index),
-        triton.knobs.cache.scope(),
-        _assembler(setting.assembler),
+        mock.patch.dict(os.environ, {_FOLDER: setting.folder}),
     ):
-        triton.knobs.cache.dir = setting.folder
-        torch.backends.cuda.matmul.fp32_precision = setting.fp32_precision
-        make(*arguments)
-
-
-@contextlib.contextmanager
-def _assembler(path: str | None) -> Iterator[None]:
-    """Have Triton assemble with this, or with its own. It keeps what it once asked of the one before."""
-    with mock.patch.dict(os.environ):
         os.environ.pop(_ASSEMBLER, None)
-        os.environ.update({_ASSEMBLER: path} if path else {})
-        get_ptxas_version.cache_clear()
+        if setting.assembler:
+            os.environ[_ASSEMBLER] = setting.assembler
+        torch.backends.cuda.matmul.fp32_precision = setting.fp32_precision
+        get_ptxas_version.cache_clear()  # Triton keeps what it once asked of another assembler
         try:
-            yield
+            make(*arguments)
         finally:
             get_ptxas_version.cache_clear()

@@ -1,5 +1,7 @@
 """What ``torch.utils.flop_counter.FlopCounterMode`` counts of the operators: as of PyTorch's own in their place, the
 multiplications and additions of contractions. How a kernel multiplies, and what is fused with it, is not counted.
+
+PyTorch counts the gradient of a grouped convolution's weight once for each group. Here it counts once.
 """
 
 import math

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autotune_configs import tuning
-from ops import compiling
+from ops import compile_worker, compiling
 from ops.plan import Plan
 
 #: What finds the plan of a call of an operator, by the operator's name. It takes the operator's arguments. The plan
@@ -137,7 +137,8 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
     is_made = (are_known and words in calls) or layouts in _begun.get(words, {})
     may_begin = compiling.IN_THREADS and config.compile_threads != 1 and not tuning.is_on()  # which would sweep there
     if described and not is_made and may_begin:
-        begun = compiling.threads("plans").submit(_begin, name, without_tensors, described)
+        workers = compile_worker.workers_for(described[0].device)
+        begun = compiling.threads("plans").submit(_make, workers, name, without_tensors, described)
         _begun.setdefault(words, {})[layouts] = begun
     V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
     given = ", ".join([each.codegen_reference() for each in tensors])
@@ -145,11 +146,9 @@ def _write(node: Any, writeline: Callable[[str], None]) -> None:
     writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
 
 
-def _begin(*call: Any) -> Plan:
+def _make(workers: Any, *call: Any) -> Plan:
     """The plan of a call, made by a thread."""
-    from ops import compile_worker  # loads what stands for a GPU in offline compilation
-
-    compile_worker.precompile(call[-1][0].device, _plan_of, *call)
+    compile_worker.precompile(workers, call[-1][0].device, _plan_of, *call)
     return _plan_of(*call)
 
 

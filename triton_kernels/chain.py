@@ -31,6 +31,9 @@ class Reduction:
     store: triton.runtime.JITFunction = field(repr=False)
     plain: Callable[[torch.Tensor], torch.Tensor] = field(repr=False)
 
+    def __hash__(self) -> int:
+        return hash((self.name, source(self.store)))
+
     @property
     def cache_key(self) -> str:
         return str(source(self.store))

@@ -133,7 +133,8 @@ def launch(
     """
     if 0 in grid:
         return
-    hash_in_order(kernel)
+    for each in (kernel, *arguments, *options.values()):
+        hash_in_order(each)
     if not INTERPRETED:
         options["enable_fp_fusion"] = True  # the interpreter has no such option
         if overlaps and architecture(device) >= 90:

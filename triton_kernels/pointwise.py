@@ -418,6 +418,9 @@ class Pointwise:
         """Whether it adds a vector or a tensor. Its gradients do not depend on that."""
         return self.has_tensor and self.function is add
 
+    def __hash__(self) -> int:
+        return hash((self.name, source(self.function), self.operand))
+
     @property
     def cache_key(self) -> str:
         """What compiled kernels depend on. (Triton would take the text, and miss an edit of the functions.)"""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.compiler.compiler import ASTSource
 
+from autotune_configs import lookup
 from ops import compile_worker, inductor
 from ops.calls import parse
 from tests.ops.programs import run
@@ -90,29 +91,41 @@ class Workers:
         return self
 
     def submit(self, *job):
-        self.submitted.append(job)
+        self.submitted.append(job[2:])
         future = Future()
-        future.set_exception(self.failure) if self.failure else future.set_result(None)
+        if self.failure != "none comes":
+            future.set_exception(self.failure) if self.failure else future.set_result(None)
         return future
 
 
-def asked(monkeypatch, workers, device=DEVICE):
+@pytest.mark.parametrize(
+    "workers, device, tables, is_asked",
+    [
+        (Workers(), DEVICE, 0, True),
+        (Workers(is_ready=False), DEVICE, 0, False),
+        (Workers(), torch.device("cpu"), 0, False),
+        (Workers(), DEVICE, 1, False),  # whose tables changed in this process
+        (None, DEVICE, 0, False),  # another PyTorch's
+        (SimpleNamespace(), DEVICE, 0, False),
+    ],
+)
+def test_who_is_asked(workers, device, tables, is_asked, monkeypatch):
+    monkeypatch.setattr(lookup, "_generation", tables)
     monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=workers))
-    compile_worker.precompile(device, print, 1)
-    return [job[2:] for job in workers.submitted] if workers else []
+    assert compile_worker.workers_for(device) is (workers if is_asked else None)
+    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile")
+    assert compile_worker.workers_for(device) is None
 
 
-def test_who_is_asked(setting, monkeypatch):
-    assert asked(monkeypatch, Workers()) == [(print, 1)]
-    assert asked(monkeypatch, Workers(failure=RuntimeError("a worker's"))) == [(print, 1)]
-    assert asked(monkeypatch, Workers(is_ready=False)) == []
-    assert asked(monkeypatch, Workers(), torch.device("cpu")) == []
-    assert asked(monkeypatch, None) == []  # another PyTorch's
-
-
-def test_nobody_is_asked_without_inductor(setting, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile", raising=False)
-    compile_worker.precompile(DEVICE, print, 1)
+@pytest.mark.parametrize("failure", [None, RuntimeError("a worker's"), "none comes"], ids=str)
+def test_what_a_worker_does_not(failure, setting, monkeypatch, caplog):
+    """The caller does it, and the log tells."""
+    monkeypatch.setattr(compile_worker, "_LONGEST", 0.01)
+    workers = Workers(failure=failure)
+    with caplog.at_level("INFO", "ops.compile_worker"):
+        compile_worker.precompile(workers, DEVICE, print, 1)
+        compile_worker.precompile(None, DEVICE, print, 1)
+    assert workers.submitted == [(print, 1)] and len(caplog.messages) == (failure is not None)
 
 
 PROGRAM = """

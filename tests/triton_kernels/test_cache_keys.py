@@ -10,13 +10,17 @@ PROGRAM = """
 import importlib, json, pkgutil, sys
 import triton_kernels
 from triton.runtime.jit import JITCallable
+from triton_kernels.built_in import BUILT_IN
 from triton_kernels.cache_keys import hash_in_order
 
 found = {}
 for each in pkgutil.iter_modules(triton_kernels.__path__):
     module = importlib.import_module(f"triton_kernels.{each.name}")
     found |= {value.__name__: value for value in vars(module).values() if isinstance(value, JITCallable)}
-for name in sorted(found, reverse=sys.argv[1] == "last first"):
+names = sorted(found, reverse=sys.argv[1] == "last first")
+for step in sorted(BUILT_IN, key=lambda step: step.name, reverse=sys.argv[1] == "last first"):
+    hash(step), step.cache_key
+for name in names:
     hash_in_order(found[name])
 print(json.dumps({name: found[name].cache_key for name in sorted(found)}))
 """
