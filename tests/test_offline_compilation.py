@@ -4,7 +4,6 @@ No GPU is needed: the launchers run on tensors of the "meta" device, and Triton 
 What L19 launches is compiled in ``tests/test_offline_compilation_images.py``.
 """
 
-import re
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +17,6 @@ from autotune_configs.heuristics import WIDEST_REDUCED_GROUP, WIDEST_TILE
 from autotune_configs.kernels import kernel_of
 from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
-from ops import products
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, by_architecture, more_spills, norm_configs
 from tests.triton_kernels.test_chain import CHAINS
 from triton_kernels import activations, arithmetic, chains, column_sums, group_norm, row_minimum, row_minimum_backward
@@ -318,40 +316,6 @@ def test_split_products_take_every_function(norm):
     chain = Chain("linear", norm=norm, after=functions)
     kernels = compile_launches(lambda: split_product_launches(2, chain, ("depth", "depth"), 64), 90)
     assert [kernel.name for kernel in kernels] == ["linear_split_kernel", "linear_rest_kernel"]
-
-
-@pytest.mark.parametrize("order", ["depth", "rows"])
-@pytest.mark.parametrize("rows", [16, 32, 64, 300])
-@pytest.mark.parametrize("depth", [1024, 4096])
-def test_products_of_few_rows(rows, order, depth):
-    """The weight is split in registers, which hold nearly all of it; tensor cores are waited for four times a step."""
-    weight = torch.empty(8192, depth, device=META) if order == "depth" else torch.empty(depth, 8192, device=META).T
-    input, bias = torch.empty(rows, depth, device=META), torch.empty(8192, device=META)
-    kernels = compile_launches(lambda: products.affine(input, weight, (bias,), (rows, 8192)), 90)
-    check_registers(kernels)
-
-
-@pytest.mark.parametrize("orders", ["depth depth", "depth rows", "rows depth", "rows rows"])
-@pytest.mark.parametrize("sizes", [(96, 512, 512, 64), (256, 512, 64, 512), (8, 32, 4096, 4096)], ids=str)
-def test_products_of_batches(sizes, orders):
-    """The larger operand is split in registers."""
-    B, M, N, K = sizes
-    input, matrix = (
-        torch.empty(B, rows, K, device=META) if order == "depth" else torch.empty(B, K, rows, device=META).mT
-        for rows, order in zip((M, N), orders.split(), strict=True)
-    )
-    kernels = compile_launches(lambda: products.of_batches(input, matrix.mT), 90)
-    check_registers(kernels)
-
-
-def check_registers(kernels):
-    """Where parts are added up in the output, that takes more registers than there are, but once a part alone."""
-    assert [kernel.name for kernel in kernels] == ["split_kernel", "linear_registers_kernel", "finish_kernel"]
-    kernel = kernels[1]
-    assert kernel.fits and not kernel.waits_for_products
-    assert not re.search(r"\bF(ADD|MUL|FMA)\S*\.FTZ", kernel.sass)
-    assert kernel.spilled_bytes <= 208
-    assert kernel.sass.count("HGMMA") == 24 and kernel.sass.count("WARPGROUP.DEPBAR") == 8
 
 
 @by_architecture

@@ -414,7 +414,7 @@ def test_compiled_offline(dtype, arch):
     compiled = offline.compile_launches(make_plans, arch)
     product = "linear_split_kernel" if arch == 90 and dtype == torch.float32 else "linear_kernel"
     assert {product, "group_norm_backward_kernel"} <= {each.name for each in compiled}
-    # linear_registers_kernel: once a part, not in its steps (test_offline_compilation.py)
+    # linear_registers_kernel: once a part, not in its steps (test_offline_compilation_registers.py)
     allowed = {"split_kernel": 8, "linear_kernel": 192 if arch == 100 else 0, "linear_registers_kernel": 48}
     for each in compiled:
         assert each.fits and each.spilled_bytes <= allowed.get(each.name, 0) + more_spills(arch), each.name
