@@ -82,11 +82,10 @@ def make_offline(setting: Setting, make: Callable[..., object], *arguments: Any)
 
     from autotune_configs.offline import compiling_for
 
-    properties = setting.properties
     with (
-        compiling_for(10 * properties.major + properties.minor),
+        mock.patch.object(devices, "_cuda_properties", lambda index: setting.properties),
+        compiling_for(devices.architecture(setting.device)),
         mock.patch.object(compiling, "IN_THREADS", False),  # other workers have the other processors
-        mock.patch.object(devices, "_cuda_properties", lambda index: properties),
         mock.patch.object(torch.cuda, "current_device", lambda: setting.device.index),
         mock.patch.dict(os.environ, {_FOLDER: setting.folder}),
     ):

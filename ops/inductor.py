@@ -12,7 +12,7 @@ import ast
 import concurrent.futures
 import os
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
         def look_up(*tensors: torch.Tensor) -> list[torch.Tensor]:
             if (begun := _begun.pop(words, None)) is not None:
                 concurrent.futures.wait(begun.values())  # what went wrong there is told by what is made here
-            plan = PLANS[name](*_filled(arguments, iter(tensors)))
+            plan = _plan_of(name, arguments, tensors)
             if layouts:
                 self[words] = plan.function
             return plan.run(tensors)
@@ -152,8 +152,9 @@ def _make(workers: Any, *call: Any) -> Plan:
     return _plan_of(*call)
 
 
-def _plan_of(name: str, arguments: list[Any], described: list[_Described]) -> Plan:
-    return PLANS[name](*_filled(arguments, iter(described)))
+def _plan_of(name: str, arguments: list[Any], tensors: Iterable[Any]) -> Plan:
+    """The plan of an operator's call with these tensors, or with what stands for them."""
+    return PLANS[name](*_filled(arguments, iter(tensors)))
 
 
 def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Described], bool]:

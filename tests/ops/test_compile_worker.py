@@ -38,9 +38,9 @@ def statistics():
 
 def product():
     """Split operands, and what is left: with a descriptor among the arguments."""
-    row = like(1024, 512), like(1024, 512), like(1024)
+    row = [like(1024, 512), like(1024, 512), like(1024)]
     call = text("linear -> add -> group_norm(32, 1e-05) -> no mul -> no add")
-    return "forward.one", [call, [None] * 3, False], list(row)
+    return "forward.one", [call, [None] * 3, False], row
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def compiled(monkeypatch):
 
 @pytest.mark.offline
 @pytest.mark.parametrize("call", [statistics, product])
-def test_what_a_worker_compiled_is_found(call, setting, compiled, tmp_path, monkeypatch):
+def test_what_a_worker_compiled_is_found(call, setting, compiled, tmp_path):
     """The workers are Inductor's own, which have another assembler, where PyTorch brings one."""
     from torch._inductor.async_compile import AsyncCompile
 
