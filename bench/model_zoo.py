@@ -332,6 +332,14 @@ MODELS = {
         ),
         Model("vit_b", "timm", "64x3x224x224", "2x3x32x32", _timm("vit_base_patch16_224", _VIT), (("autocast", None),)),
         Model(
+            "mixer_b",
+            "timm",
+            "32x3x224x224",
+            "2x3x32x32",
+            _timm("mixer_b16_224", {"embed_dim": 64, "num_blocks": 2, "img_size": 32}),
+            (("float32", None),),
+        ),
+        Model(
             "convnext_tiny",
             "timm",
             "64x3x224x224",

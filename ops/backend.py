@@ -73,7 +73,7 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            for each in (*passes, change):
+            for each in (*passes, change, inductor.begin):
                 each(graph)
 
         def uuid(self) -> Any:

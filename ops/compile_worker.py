@@ -2,18 +2,18 @@
 
 A third of a kernel's compilation is Python. Threads would take turns for that with Inductor, which writes code
 meanwhile. So a plan is first made in a worker process, which has no GPU, as it is made for offline compilation. Its
-kernels land in Triton's cache on disk, where the plan that this process makes finds them.
+kernels land in Triton's cache on disk, where the plan that this process makes finds them. A worker is asked as soon as
+a graph has the call: Inductor then optimizes the graph and writes its code for seconds.
 
 Where there are no workers, or one fails, nothing is lost: this process compiles.
 """
 
+import concurrent.futures
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,17 +28,24 @@ _WORKERS = "torch._inductor.async_compile"
 _FOLDER, _ASSEMBLER = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
 #: Seconds after which this process compiles.
 _LONGEST = 30
-#: Of a GPU's properties, those that kernels and configs depend on.
-_PROPERTIES = "name", "major", "minor", "multi_processor_count", "shared_memory_per_block_optin"
 
 
-@dataclass(frozen=True)
-class Setting:
+class Properties(NamedTuple):
+    """Of a GPU's properties, those that kernels and configs depend on."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+
+
+class Setting(NamedTuple):
     """What plans and Triton's cache depend on beside a call: the GPU, PyTorch's setting for products, the folder, and
     the assembler (Inductor's workers have PyTorch's, this process perhaps Triton's)."""
 
     device: torch.device
-    properties: SimpleNamespace
+    properties: Properties
     fp32_precision: str
     folder: str
     assembler: str | None
@@ -46,30 +53,50 @@ class Setting:
     @classmethod
     def of(cls, device: torch.device) -> "Setting":
         properties = torch.cuda.get_device_properties(device)
-        known = SimpleNamespace(**{name: getattr(properties, name) for name in _PROPERTIES})
+        known = Properties(*[getattr(properties, name) for name in Properties._fields])
         precision, folder = torch.backends.cuda.matmul.fp32_precision, triton.knobs.cache.dir
         return cls(device, known, precision, folder, os.environ.get(_ASSEMBLER))
 
 
-def workers_for(device: torch.device) -> Any:
-    """Inductor's workers, if they are ready and know what plans for the device depend on; else None. Inductor's config
-    is the calling thread's."""
+#: By what was asked for, and the setting: what tells that a worker did it.
+_asked: dict[Hashable, concurrent.futures.Future] = {}
+forget = _asked.clear
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget)  # the workers are its parent's
+
+
+def ask(
+    device: torch.device, make: Callable[..., object], *arguments: Any, is_early: bool = False
+) -> concurrent.futures.Future | None:
+    """Let one of Inductor's workers call ``make(*arguments)``, which makes a plan for the device. It is asked once.
+
+    Returns:
+        What tells that it is done, or None where this process is to compile: where workers are not ready, unless it is
+        early yet, or do not know what plans for the device depend on. Inductor's config is the calling thread's.
+    """
     workers = getattr(sys.modules.get(_WORKERS), "AsyncCompile", None)
     has_own_tables = lookup.generation() > 0
     if device.type != "cuda" or workers is None or has_own_tables:
         return None
     try:
-        return workers.process_pool() if workers.use_process_pool() else None
+        if not (workers.use_process_pool() or is_early):
+            return None
+        setting = Setting.of(device)
+        key = setting, make, repr(arguments)
+        if key not in _asked:
+            _asked[key] = workers.process_pool().submit(make_offline, setting, make, *arguments)
+        return _asked[key]
     except Exception as error:
-        _log.info("Inductor's workers cannot be asked: %s", error)
+        _log.info("Inductor's workers cannot be asked: %r", error)
         return None
 
 
-def precompile(workers: Any, device: torch.device, make: Callable[..., object], *arguments: Any) -> None:
-    """Let one of the workers, if there are any, call ``make(*arguments)``, which makes a plan for the device."""
+def wait(asked: concurrent.futures.Future | None) -> None:
+    """Until a worker did what it was asked for, or failed, or takes too long."""
     try:
-        if workers is not None:
-            workers.submit(make_offline, Setting.of(device), make, *arguments).result(timeout=_LONGEST)
+        if asked is not None:
+            asked.result(timeout=_LONGEST)
     except Exception as error:  # of a worker, or of what it cannot know, such as functions of this process's own
         _log.info("kernels are compiled by this process, as a worker did not: %r", error)
 

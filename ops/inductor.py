@@ -90,6 +90,15 @@ def tensors_in(arguments: Any) -> list[Any]:
     return [each for row in rows for each in row if not isinstance(each, (str, bool))]
 
 
+def _without_tensors(arguments: Any) -> list[Any]:
+    # fmt: off
+    return [
+        [None] * len(each) if isinstance(each, (list, tuple)) else each if isinstance(each, (str, bool)) else None
+        for each in arguments
+    ]
+    # fmt: on
+
+
 def _filled(arguments: Any, tensors: Iterator[Any]) -> list[Any]:
     """An operator's arguments, of which the tensors were left out."""
     return [
@@ -114,41 +123,56 @@ def reset() -> None:
         for each in begun.values():
             each.cancel()
     _begun.clear()
+    compile_worker.forget()
     if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
         trees.reset_cudagraph_trees()
 
 
+def begin(graph: torch.fx.Graph) -> None:
+    """Let Inductor's workers compile the kernels of a graph's calls, as their tensors lie in memory so far."""
+    if not _may_begin():
+        return
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "normfuse":
+            name = node.target.__name__
+            described = [_of_fake(each.meta.get("val")) for each in tensors_in(node.args)]
+            known = [each for each in described if each is not None]
+            if name in PLANS and known and len(known) == len(described):
+                call = name, _without_tensors(node.args), known
+                compile_worker.ask(known[0].device, _plan_of, *call, is_early=True)
+
+
+def _may_begin() -> bool:
+    """Whether others than the thread that runs a graph may compile for it."""
+    from torch._inductor import config
+
+    return compiling.IN_THREADS and config.compile_threads != 1 and not tuning.is_on()  # which would sweep there
+
+
 def _write(node: Any, writeline: Callable[[str], None]) -> None:
     """Write a call of one of the operators, a ``FallbackKernel`` of Inductor's."""
-    from torch._inductor import config
     from torch._inductor.virtualized import V
 
     arguments, _ = node.unflatten_args(node.inputs, node.constant_args)
     tensors = tensors_in(arguments)
-    # fmt: off
-    without_tensors = [
-        [None] * len(each) if isinstance(each, (list, tuple)) else each if isinstance(each, (str, bool)) else None
-        for each in arguments
-    ]
-    # fmt: on
+    without_tensors = _without_tensors(arguments)
     name, described, are_known = node.op_overload.__name__, *_described(tensors, V.graph.unaligned_buffers)
     layouts = f"{described[0].device}: {', '.join(map(str, described))}" if described else ""
     words = repr((name, without_tensors, layouts if are_known else ""))
     is_made = (are_known and words in calls) or layouts in _begun.get(words, {})
-    may_begin = compiling.IN_THREADS and config.compile_threads != 1 and not tuning.is_on()  # which would sweep there
-    if described and not is_made and may_begin:
-        workers = compile_worker.workers_for(described[0].device)
-        begun = compiling.threads("plans").submit(_make, workers, name, without_tensors, described)
-        _begun.setdefault(words, {})[layouts] = begun
+    if described and not is_made and _may_begin():
+        call = name, without_tensors, described
+        asked = compile_worker.ask(described[0].device, _plan_of, *call)
+        _begun.setdefault(words, {})[layouts] = compiling.threads("plans").submit(_make, asked, *call)
     V.graph.wrapper_code.add_import_once("from ops import inductor as normfuse")
     given = ", ".join([each.codegen_reference() for each in tensors])
     is_list = isinstance(node.op_overload._schema.returns[0].type, torch.ListType)
     writeline(f"{node.get_name()} = normfuse.calls[{words!r}]({given}){'' if is_list else '[0]'}")
 
 
-def _make(workers: Any, *call: Any) -> Plan:
+def _make(asked: concurrent.futures.Future | None, *call: Any) -> Plan:
     """The plan of a call, made by a thread."""
-    compile_worker.precompile(workers, call[-1][0].device, _plan_of, *call)
+    compile_worker.wait(asked)
     return _plan_of(*call)
 
 
@@ -176,6 +200,20 @@ def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Des
         places = torch.Size(map(number, shape)), tuple(map(number, strides))
         found.append(_Described(*places, each.get_dtype(), each.get_device(), number(offset)))
     return found, are_known
+
+
+def _of_fake(tensor: Any) -> _Described | None:
+    """A fake tensor as it lies in memory in the call that is compiled for; None where values decide a size."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    numbers = [
+        each.node.hint if isinstance(each, torch.SymInt) else each
+        for each in (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    ]
+    if None in numbers:
+        return None
+    shape, strides = numbers[: tensor.ndim], numbers[tensor.ndim : -1]
+    return _Described(torch.Size(shape), tuple(strides), tensor.dtype, tensor.device, numbers[-1])
 
 
 def _is_known(size: Any) -> bool:

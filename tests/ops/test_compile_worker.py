@@ -98,33 +98,64 @@ class Workers:
         return future
 
 
+@pytest.fixture
+def asked_of(setting, monkeypatch):
+    """Puts workers in the place of Inductor's."""
+    monkeypatch.setattr(lookup, "_generation", 0)
+    compile_worker.forget()
+    yield lambda workers: monkeypatch.setitem(
+        sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=workers)
+    )
+    compile_worker.forget()
+
+
 @pytest.mark.parametrize(
-    "workers, device, tables, is_asked",
+    "workers, device, tables, is_early, is_asked",
     [
-        (Workers(), DEVICE, 0, True),
-        (Workers(is_ready=False), DEVICE, 0, False),
-        (Workers(), torch.device("cpu"), 0, False),
-        (Workers(), DEVICE, 1, False),  # whose tables changed in this process
-        (None, DEVICE, 0, False),  # another PyTorch's
-        (SimpleNamespace(), DEVICE, 0, False),
+        (Workers(), DEVICE, 0, False, True),
+        (Workers(is_ready=False), DEVICE, 0, False, False),
+        (Workers(is_ready=False), DEVICE, 0, True, True),
+        (Workers(), torch.device("cpu"), 0, True, False),
+        (Workers(), DEVICE, 1, True, False),  # whose tables changed in this process
+        (None, DEVICE, 0, True, False),  # another PyTorch's
+        (SimpleNamespace(), DEVICE, 0, True, False),
     ],
 )
-def test_who_is_asked(workers, device, tables, is_asked, monkeypatch):
+def test_who_is_asked(workers, device, tables, is_early, is_asked, asked_of, monkeypatch):
     monkeypatch.setattr(lookup, "_generation", tables)
-    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=workers))
-    assert compile_worker.workers_for(device) is (workers if is_asked else None)
+    asked_of(workers)
+    assert (compile_worker.ask(device, print, 1, is_early=is_early) is not None) == is_asked
     monkeypatch.delitem(sys.modules, "torch._inductor.async_compile")
-    assert compile_worker.workers_for(device) is None
+    assert compile_worker.ask(device, print, 1, is_early=is_early) is None
+
+
+def test_what_is_asked_once(asked_of, monkeypatch, tmp_path):
+    """The same call with the same setting; a folder of another name knows nothing of it."""
+    workers = Workers()
+    asked_of(workers)
+    first = compile_worker.ask(DEVICE, print, like(2), is_early=True)
+    assert compile_worker.ask(DEVICE, print, like(2)) is first and workers.submitted == [(print, like(2))]
+    compile_worker.ask(DEVICE, print, like(3))
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        compile_worker.ask(DEVICE, print, like(3))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert len(workers.submitted) == 3
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert compile_worker.ask(DEVICE, print, like(2)) is not first
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("a worker's"), "none comes"], ids=str)
-def test_what_a_worker_does_not(failure, setting, monkeypatch, caplog):
+def test_what_a_worker_does_not(failure, asked_of, monkeypatch, caplog):
     """The caller does it, and the log tells."""
     monkeypatch.setattr(compile_worker, "_LONGEST", 0.01)
     workers = Workers(failure=failure)
+    asked_of(workers)
     with caplog.at_level("INFO", "ops.compile_worker"):
-        compile_worker.precompile(workers, DEVICE, print, 1)
-        compile_worker.precompile(None, DEVICE, print, 1)
+        compile_worker.wait(compile_worker.ask(DEVICE, print, 1))
+        compile_worker.wait(None)
     assert workers.submitted == [(print, 1)] and len(caplog.messages) == (failure is not None)
 
 
@@ -135,6 +166,7 @@ from torch._inductor.async_compile import AsyncCompile
 from triton.compiler.compiler import ASTSource
 
 from ops import compiling
+from ops.backend import normfuse
 
 compiling.IN_THREADS = True
 found, make = [], ASTSource.make_ir
@@ -143,7 +175,7 @@ model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.GroupNorm(8, 64), nn.SiLU()).cuda(
 image = torch.randn(2, 8, 64, 64, device="cuda")
 AsyncCompile.use_process_pool()
 AsyncCompile.wait_pool_ready()
-torch.compile(model, backend="normfuse")(image).sum().backward()
+torch.compile(model, backend=normfuse)(image).sum().backward()
 torch.cuda.synchronize()
 print(sorted(name for name in found if not name.startswith("triton_")))
 """

@@ -10,7 +10,7 @@ from torch import nn
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code, tensor_is_aligned
 
 import ops
-from ops import compiling, inductor
+from ops import compile_worker, compiling, inductor
 from ops.plan import Planner
 from tests.ops.programs import run
 
@@ -165,6 +165,21 @@ def test_plans_are_made_meanwhile(makers, threads, dynamic, may, monkeypatch):
     assert 4 <= len(makers) <= len(inductor.calls) and not inductor._begun
     expected = torch.autograd.grad(model(input).square().sum(), model.parameters())
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_workers_are_asked_before_code_is_written(dynamic, monkeypatch):
+    """For the same calls, forward and backward."""
+    asked = {True: set(), False: set()}
+    monkeypatch.setattr(compiling, "IN_THREADS", True)
+    monkeypatch.setattr(
+        compile_worker,
+        "ask",
+        lambda *call, is_early=False: asked[is_early].add(repr(call)),  # which asks none
+    )
+    with torch._inductor.config.patch(compile_threads=2):
+        compiled(Model(), dynamic=dynamic)(torch.randn(6, 3, 10, 10)).sum().backward()
+    assert asked[True] == asked[False] and len(asked[True]) >= 4
 
 
 def test_what_a_thread_cannot_make(monkeypatch):
