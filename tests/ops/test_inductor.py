@@ -182,6 +182,23 @@ def test_workers_are_asked_before_code_is_written(dynamic, monkeypatch):
     assert asked[True] == asked[False] and len(asked[True]) >= 4
 
 
+def test_rows_that_values_decide(monkeypatch):
+    """Nobody is asked to compile for a size that nobody knows."""
+    monkeypatch.setattr(compiling, "IN_THREADS", True)
+    asked = []
+    monkeypatch.setattr(compile_worker, "ask", lambda *call, is_early=False: asked.append(call))
+    input, weight = draw()
+
+    def kept(input, weight):
+        return norm(input[input[:, 0] > 0], weight)
+
+    with (
+        torch._inductor.config.patch(compile_threads=2),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        assert torch.equal(compiled(kept)(input, weight), kept(input, weight)) and not asked
+
+
 def test_what_a_thread_cannot_make(monkeypatch):
     """The call makes it again, and says why."""
     input, weight = draw()
