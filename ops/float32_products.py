@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.convolution_as_product import DoesNotPay, Pixels
+from ops.inductor import as_called
 from ops.layouts import call_like
 from ops.matrix_products import PRODUCT, are_plain, pays
 
@@ -137,8 +138,8 @@ def _as_called(tensor: Any) -> torch.Tensor | None:
     sizes = [*tensor.shape, *tensor.stride()]
     if all(type(each) is int for each in sizes):
         return tensor
-    numbers = [each if type(each) is int else each.node.hint for each in sizes]
-    if None in numbers:
+    numbers = as_called(sizes)
+    if numbers is None:
         return None
     with tensor.fake_mode:
         shape, stride = numbers[: tensor.ndim], numbers[tensor.ndim :]

@@ -202,15 +202,18 @@ def _described(tensors: list[Any], unaligned: Container[str]) -> tuple[list[_Des
     return found, are_known
 
 
+def as_called(sizes: Iterable[Any]) -> list[int] | None:
+    """A fake tensor's sizes in the call that is compiled for, without guards on them; None where values decide one."""
+    numbers = [each if type(each) is int else each.node.hint for each in sizes]
+    return None if None in numbers else numbers
+
+
 def _of_fake(tensor: Any) -> _Described | None:
     """A fake tensor as it lies in memory in the call that is compiled for; None where values decide a size."""
     if not isinstance(tensor, torch.Tensor):
         return None
-    numbers = [
-        each.node.hint if isinstance(each, torch.SymInt) else each
-        for each in (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    ]
-    if None in numbers:
+    numbers = as_called((*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+    if numbers is None:
         return None
     shape, strides = numbers[: tensor.ndim], numbers[tensor.ndim : -1]
     return _Described(torch.Size(shape), tuple(strides), tensor.dtype, tensor.device, numbers[-1])
