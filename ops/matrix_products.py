@@ -30,9 +30,11 @@ def plan_of(operands: list[Tensor]) -> Plan:
 def _multiply(input: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
     shape = *input.shape[:-1], matrix.shape[-1]
     if input.ndim == 2:
-        return products.affine(input, matrix.T, [contiguous(each) for each in bias], shape)
+        return products.affine(input, matrix.T, [contiguous(each) for each in bias], shape, may_divide=True)
     assert not bias
-    return products.affine(input[0], matrix[0].T, (), shape) if len(input) == 1 else products.of_batches(input, matrix)
+    if len(input) > 1:
+        return products.of_batches(input, matrix)
+    return products.affine(input[0], matrix[0].T, (), shape, may_divide=True)
 
 
 def _empty(operands: list[Tensor]) -> list[Tensor]:
@@ -63,7 +65,7 @@ def pays(operands: Sequence[Any]) -> bool:
     if input.ndim == 3 and len(input) > 1:
         return precision.rows_in_registers(input, matrix.mT) is not None
     input, matrix = (each[0] if each.ndim == 3 else each for each in (input, matrix))
-    return precision.multiplier(input, matrix.T) != "cuBLAS"
+    return precision.multiplier(input, matrix.T, may_divide=True) != "cuBLAS"
 
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> None:

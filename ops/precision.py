@@ -9,6 +9,7 @@ import autotune_configs
 from autotune_configs.gpus import float32_by_cublas, float32_in_registers
 from autotune_configs.tables import warn_once
 from triton_kernels.device import INTERPRETED, why_unsupported
+from triton_kernels.float32_split import is_transposed
 from triton_kernels.hopper import is_matrix_copyable, runs_hopper_kernels
 
 #: What the kernels take, by name.
@@ -53,7 +54,9 @@ def float32_parts() -> int:
     return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
 
 
-def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tensor | None) -> bool:
+def multiplies_by_cublas(
+    input: torch.Tensor, columns: int, *biases: torch.Tensor | None, may_divide: bool = False
+) -> bool:
     """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added, unless
     ``rows_in_registers``.
 
@@ -74,7 +77,7 @@ def multiplies_by_cublas(input: torch.Tensor, columns: int, *biases: torch.Tenso
     if input.dtype != torch.float32:
         are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
         return are_alike and autotune_configs.prefers_cublas(rows, columns, depth, input.device)
-    if float32_by_cublas(rows, columns, depth):
+    if float32_by_cublas(rows, columns, depth, may_divide and is_transposed(input)):
         return True
     if float32_parts() == 2:
         return False
@@ -107,9 +110,15 @@ def is_exact(input: torch.Tensor) -> bool:
 Multiplier = Literal["kernel", "registers", "cuBLAS"]
 
 
-def multiplier(input: torch.Tensor, weight: torch.Tensor, *biases: torch.Tensor | None) -> Multiplier:
-    """What multiplies input [M, K] and weight [N, K]: the chains' kernel, ``linear_registers_hopper`` or cuBLAS."""
-    if not multiplies_by_cublas(input, weight.shape[0], *biases):
+def multiplier(
+    input: torch.Tensor, weight: torch.Tensor, *biases: torch.Tensor | None, may_divide: bool = False
+) -> Multiplier:
+    """What multiplies input [M, K] and weight [N, K]: the chains' kernel, ``linear_registers_hopper`` or cuBLAS.
+
+    ``may_divide``: the chains' kernel may add up K in sections where the input is transposed, so that its layout
+    decides how results are rounded.
+    """
+    if not multiplies_by_cublas(input, weight.shape[0], *biases, may_divide=may_divide):
         return "kernel"
     return "cuBLAS" if rows_in_registers(input, weight) is None else "registers"
 

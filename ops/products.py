@@ -12,7 +12,7 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LinearSplitConfig, split
+from triton_kernels.float32_split import LinearSplitConfig, is_transposed, split
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
@@ -23,14 +23,20 @@ Config = LinearConfig | LinearSplitConfig
 
 
 def product_config(
-    chain: Chain, input: torch.Tensor, weight: torch.Tensor, group_size: int = 1, result: torch.dtype | None = None
+    chain: Chain,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    group_size: int = 1,
+    result: torch.dtype | None = None,
+    may_divide: bool = False,
 ) -> Config:
-    """How ``product`` multiplies input [M, K] and weight [N, K]; ``result`` is the dtype of what it stores.
+    """How ``product`` multiplies input [M, K] and weight [N, K]; ``result`` is the dtype of what it stores, and
+    ``may_divide`` as in ``precision.multiplier``.
 
     Where the chain normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds them.
     """
     if input.dtype == torch.float32 and runs_hopper_kernels(input.device):
-        return LinearSplitConfig(precision.float32_parts())
+        return LinearSplitConfig(precision.float32_parts(), divides=may_divide and is_transposed(input))
     (M, K), N = input.shape, weight.shape[0]
     return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device, result)
 
@@ -95,18 +101,22 @@ def affine(
     biases: Sequence[torch.Tensor | None],
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
+    may_divide: bool = False,
 ) -> torch.Tensor:
     """input [M, K] @ weight [N, K].T and the biases, in the input's dtype or this one: M x N values in this shape.
+    ``may_divide`` as in ``precision.multiplier``.
 
     The result is rounded once. Where cuBLAS multiplies, which gives the input's dtype alone, or the weight is split in
     registers, the sum of two biases is rounded too.
     """
     given: list[Any] = [bias for bias in biases if bias is not None] or [None]
-    by = precision.multiplier(input, weight, *biases) if dtype in (None, input.dtype) else "kernel"
+    by = "kernel"
+    if dtype in (None, input.dtype):
+        by = precision.multiplier(input, weight, *biases, may_divide=may_divide)
     if by == "kernel":
         output = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
         chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
-        config = product_config(LINEAR, input, weight, result=output.dtype)
+        config = product_config(LINEAR, input, weight, result=output.dtype, may_divide=may_divide)
         product(input, weight, chain, config, given, output=rows_of(output))
         return output
     shift = reduce(partial(do, torch.add), given)
@@ -183,5 +193,5 @@ def gradients(
 def multiply(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """a @ b in the backward pass, in this shape: cuBLAS's, but in float32 the kernel's where that is faster."""
     if a.dtype == torch.float32 and a.shape[1] > 0:
-        return affine(a, b.T, (), shape)
+        return affine(a, b.T, (), shape, may_divide=True)
     return do(mm, a, b, shape)

@@ -145,6 +145,16 @@ def test_products_that_float16_cannot_hold(chain):
 
 
 @gpu.on_hopper
+def test_products_of_sections():
+    """As a weight's gradient; one row of it is left."""
+    rows, columns, depth = 520, 140, 1100
+    input, other = torch.randn(depth, rows, device=DEVICE).T, torch.randn(depth, columns, device=DEVICE)
+    input[3, ::2] *= 2.0**-40
+    result = products.multiply(input, other, (rows, columns))
+    torch.testing.assert_close(result.double(), input.double() @ other.double(), rtol=1e-5, atol=1e-4)
+
+
+@gpu.on_hopper
 @pytest.mark.parametrize("order", ["depth", "rows"])
 @pytest.mark.parametrize("size", [(17, 516, 1036), (100, 1000, 520)], ids=str)
 def test_products_of_few_rows(size, order, monkeypatch):

@@ -19,7 +19,8 @@ from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from tests.test_nonfinite import check_places
 from triton_kernels import chains
 from triton_kernels.chain import Chain
-from triton_kernels.float32_split import LinearSplitConfig
+from triton_kernels.float32_split import LinearSplitConfig, sections_of
+from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.pointwise import ADD
 from triton_kernels.row_minimum import ROW_MINIMUM, empty_tile_minimum, finish
@@ -48,9 +49,10 @@ def operand(rows, depth, order, seed):
     return torch.randn(rows, depth, generator=generator, device=DEVICE)
 
 
-def product(input, weight, parts, bias=None):
+def product(input, weight, parts, bias=None, divides=False):
     output = torch.empty(input.shape[0], weight.shape[0], device=DEVICE)
-    products.product(input, weight, chains.LINEAR, LinearSplitConfig(parts), (bias,), output=output)
+    config = LinearSplitConfig(parts, divides=divides)
+    products.product(input, weight, chains.LINEAR, config, (bias,), output=output)
     return output
 
 
@@ -72,6 +74,29 @@ def test_small_products(size, orders, parts):
     size = (input.double().abs() @ weight.double().abs().T).norm() + bias.double().norm()
     result = product(input, weight, parts, bias)
     assert (result.double() - exact).norm() <= TOLERANCES[parts] * size
+
+
+@by_parts
+@pytest.mark.parametrize("value", [1.0, torch.nan, 2.0**100])
+@pytest.mark.parametrize("size", [(1, 1, 1024), (257, 301, 5000), (3100, 1030, 1100)], ids=str)
+def test_small_products_of_sections(size, value, parts):
+    """As a weight's gradient: multiprocessors share what is left, or all tiles. A row and a column are left."""
+    rows, columns, depth = size
+    assert sections_of(blocks_of(rows, 128) * blocks_of(columns, 384 - 128 * parts), blocks_of(depth, 64), 132)[1] > 1
+    input, weight = operand(rows, depth, "rows", 0), operand(columns, depth, "rows", 1)
+    input[rows // 2, 3], weight[columns // 2, 9] = value, value
+    bias = torch.randn(columns, device=DEVICE)
+    exact = input.double() @ weight.double().T + bias.double()
+    result = product(input, weight, parts, bias, divides=True)
+    assert_same_bits(result, product(input, weight, parts, bias, divides=True))
+    if value == 1.0:
+        assert relative_error(result, exact) <= TOLERANCES[parts]
+        return
+    assert result[rows // 2].isnan().all() == result[:, columns // 2].isnan().all() == (value != value)
+    others = [[each for each in range(size) if each != size // 2] for size in (rows, columns)]
+    if min(map(len, others)) > 0:
+        result, exact = (each[others[0]][:, others[1]] for each in (result, exact))
+        assert relative_error(result, exact) <= TOLERANCES[parts]
 
 
 @by_parts

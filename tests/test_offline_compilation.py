@@ -256,12 +256,12 @@ def split_operand(rows, depth, parts, order="depth"):
     return SplitOperand(memory[0], memory[1] if parts == 2 else None, torch.empty(rows, device=META))
 
 
-def split_product_launches(parts, chain, orders, group_size=1):
+def split_product_launches(parts, chain, orders, group_size=1, shape=(SPLIT_M, SPLIT_N)):
     """The product of split operands and that of the remaining tiles, with what the backward pass needs."""
     from triton_kernels.linear_split_hopper import linear_split
 
-    config = LinearSplitConfig(parts)
-    M, N, K = SPLIT_M, SPLIT_N, SPLIT_K
+    config = LinearSplitConfig(parts, divides=orders[0] == "rows")
+    (M, N), K = shape, SPLIT_K
     output, saved = torch.empty(2, M, N, device=META)
     if chain.reduction:
         output, saved = row_minimum.empty_tile_minimum(N // config.epilogue_columns, M, group_size, META, True)
@@ -293,11 +293,24 @@ def test_split_products(parts, chain, orders, group_size):
     kernels = compile_launches(lambda: split_product_launches(parts, chain, orders, group_size), 90)
     # In the epilogue of tiles of 256 columns, once a tile: what vectors are loaded ahead (with 584 bytes in L94's, the
     # products of a training step take 209 us on average, those of plain tiles about 200; H200). The rest is rare.
-    allowed = {"linear_split_kernel": 600 if parts == 1 else 96, "linear_rest_kernel": 512}
-    assert [kernel.name for kernel in kernels] == list(allowed)
+    allowed = {"linear_split_kernel": 600 if parts == 1 else 96, "linear_sections_kernel": 0, "linear_rest_kernel": 512}
+    has_sections = orders[0] == "rows" and parts == 1  # tiles of 256 columns are one too many for 3 multiprocessors
+    assert [kernel.name for kernel in kernels] == [name for name in allowed if has_sections or "sections" not in name]
     for kernel in kernels:
-        assert kernel.fits and "wgmma" in kernel.ptx and not kernel.waits_for_products
+        multiplies = kernel.name != "linear_sections_kernel"
+        assert kernel.fits and ("wgmma" in kernel.ptx) == multiplies and not kernel.waits_for_products
         assert kernel.spilled_bytes <= allowed[kernel.name] + more_spills(90), kernel.name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_split_products_of_sections(parts):
+    """One tile for all multiprocessors."""
+    tile = LinearSplitConfig(parts).block_m, LinearSplitConfig(parts).block_n
+    kernels = compile_launches(lambda: split_product_launches(parts, chains.LINEAR, ("rows", "rows"), 1, tile), 90)
+    product, sections, rest = kernels
+    assert [kernel.name for kernel in kernels] == [f"linear_{name}_kernel" for name in ("split", "sections", "rest")]
+    assert all(kernel.fits and not kernel.waits_for_products for kernel in kernels)
+    assert product.spilled_bytes == sections.spilled_bytes == 0 and rest.spilled_bytes <= 512 + more_spills(90)
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -21,6 +21,7 @@ and Imamura, DGEMM using tensor cores, and its accurate and reproducible version
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -48,12 +49,17 @@ _ALIGNMENT = 8
 #: Rows and depth of a program's block where depth is contiguous, the longest row that a program keeps in registers, and
 #: the least depth that it keeps.
 _BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
-
-
-def _transposed_block(rows: int) -> tuple[int, int, int]:
-    """Rows, depth and warps of a program's block where rows are contiguous. A program has whole rows: where they are
-    few, narrow blocks occupy more multiprocessors (H100, 512 x 8192: 56 us for 131)."""
-    return (16, 512, 16) if rows <= 4096 else (32, 128, 8)
+#: Rows, depth and warps of a program's block where rows are contiguous: of few rows, and of many.
+_FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
+#: Few are so many in all matrices together. Beyond this depth, programs share them: each has some blocks of these rows,
+#: depth and warps, one behind the other.
+_FEW_ROWS, _LONGEST_WHOLE, _SHARED_BLOCK, _SHARED_BLOCKS = 4096, 512, (32, 128, 4), 2
+#: Largest elements of a row that are found one beside the other, at most.
+_MOST_LARGEST = 32
+#: Steps of 64 terms, in which a section of a product pays for being stored.
+_FEWEST_STEPS = 8
+#: What a program adds to a row's balance, so that the last one knows itself.
+_ARRIVED = tl.constexpr(1 << 40)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class LinearSplitConfig:
     #: Terms of a step: 128 bytes of float16, a swizzled row of shared memory.
     block_k: int = 64
     group_m: int = 8
+    #: Whether K may be divided among multiprocessors.
+    divides: bool = False
 
     @property
     def block_n(self) -> int:
@@ -135,6 +143,17 @@ def steps_of_parts(rows: int, K: int, multiprocessors: int) -> int:
     return blocks_of(blocks_of(K, 64), parts)
 
 
+def sections_of(tiles: int, steps: int, multiprocessors: int) -> tuple[int, int, int]:
+    """So many tiles are whole, and each of the others has so many sections of so many steps: those that remain when
+    each multiprocessor has had as many as the others. Sections have at least ``_FEWEST_STEPS``."""
+    left = tiles % multiprocessors
+    count = min(multiprocessors // left, steps // _FEWEST_STEPS) if left else 1
+    if count < 2:
+        return tiles, 1, steps
+    steps_of_each = blocks_of(steps, count)
+    return tiles - left, blocks_of(steps, steps_of_each), steps_of_each
+
+
 @triton.jit
 def load_block(source, first, row_inside, depths, DEPTH, depth_stride):
     """The block of all rows from depth ``first`` on; zeros outside."""
@@ -169,6 +188,15 @@ def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
     if LOW:
         rest -= low.to(tl.float32) * (1.0 / LOW_SCALE)
     return high, low, tl.where(tl.abs(rest) <= tl.abs(scaled) * MOST_LOST, 0, 1)  # a NaN compares false
+
+
+@triton.jit
+def clear(cleared, CLEARED, BLOCK: tl.constexpr):
+    """Set CLEARED numbers to 0, all programs together."""
+    if cleared is not None:
+        for each in range(tl.program_id(0), tl.cdiv(CLEARED, BLOCK), tl.num_programs(0)):
+            places = each * BLOCK + tl.arange(0, BLOCK)
+            tl.store(cleared + places, tl.zeros_like(places), mask=places < CLEARED)
 
 
 @triton.jit
@@ -233,10 +261,114 @@ def split_kernel(
     tl.store(scale + matrix * ROWS + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
     if any_rest is not None:
         tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
-    if cleared is not None:
-        for each in range(tl.program_id(0), tl.cdiv(CLEARED, BLOCK_DEPTH), tl.num_programs(0)):
-            places = each * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
-            tl.store(cleared + places, tl.zeros_like(places), mask=places < CLEARED)
+    clear(cleared, CLEARED, BLOCK_DEPTH)
+
+
+@triton.jit
+def share_of_program(ROWS, matrices, BLOCK_ROWS: tl.constexpr):
+    """Which part of which rows of which matrix a program has: (part, matrix, rows)."""
+    blocks, program = tl.cdiv(ROWS, BLOCK_ROWS), tl.program_id(0)
+    rows = (program % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return program // (blocks * matrices), (program // blocks % matrices).to(tl.int64), rows
+
+
+@triton.jit
+def largest_kernel(
+    operand,  # as ``split_kernel``'s
+    largest,  # int32 [COUNT, matrices x ROWS]: of each part of a row, the greatest ``magnitude``
+    balances,  # int64 [matrices x ROWS]: set to 0
+    cleared,  # as ``split_kernel``'s
+    CLEARED,
+    ROWS,
+    DEPTH,
+    row_stride,
+    depth_stride,
+    matrix_stride,
+    matrices,
+    part_depth,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """Each program finds the largest elements of a part of BLOCK_ROWS rows."""
+    wait_for_launch_before()
+    part, matrix, rows = share_of_program(ROWS, matrices, BLOCK_ROWS)
+    depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
+    row_inside = (rows < ROWS)[:, None]
+    source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
+    greatest = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
+    first = part * part_depth
+    for depth in range(first, tl.minimum(first + part_depth, DEPTH), BLOCK_DEPTH):
+        value = load_block(source, depth, row_inside, depths, DEPTH, depth_stride)
+        greatest = tl.maximum(greatest, magnitude(value))
+    place, inside = matrix * ROWS + rows, rows < ROWS
+    tl.store(largest + part.to(tl.int64) * matrices * ROWS + place, tl.max(greatest, 1), mask=inside)
+    if part == 0:
+        tl.store(balances + place, tl.zeros((BLOCK_ROWS,), tl.int64), mask=inside)
+    clear(cleared, CLEARED, BLOCK_DEPTH)
+
+
+@triton.jit
+def split_shared_kernel(
+    operand,  # as ``split_kernel``'s
+    high,
+    low,
+    scale,
+    any_rest,
+    largest,  # ``largest_kernel``'s
+    balances,  # likewise: 0
+    ROWS,
+    DEPTH,
+    row_stride,
+    depth_stride,
+    matrix_stride,
+    split_row_stride,
+    split_depth_stride,
+    split_matrix_stride,
+    matrices,
+    parts,  # of each row, one for each program
+    COUNT,
+    MOST_LOST: tl.constexpr,
+    MAY_LOSE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """``split_kernel`` where each program has BLOCKS blocks of BLOCK_ROWS rows. The last one to count what is lost in a
+    row gives it its scale."""
+    wait_for_launch_before()
+    part, matrix, rows = share_of_program(ROWS, matrices, BLOCK_ROWS)
+    depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
+    row_inside = (rows < ROWS)[:, None]
+    source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
+    target = matrix * split_matrix_stride + rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
+    LOW: tl.constexpr = low is not None
+    place, inside = matrix * ROWS + rows, rows < ROWS
+    greatest = tl.zeros((BLOCK_ROWS,), tl.int32)
+    for each in range(COUNT):
+        greatest = tl.maximum(
+            greatest, tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=inside, other=0)
+        )
+    up, down, is_limited = scales_of(greatest)
+    kept = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
+    for block in tl.static_range(BLOCKS):
+        first = (part.to(tl.int64) * BLOCKS + block) * BLOCK_DEPTH
+        value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
+        high_part, low_part, lost = split_block(value, up, MOST_LOST, LOW)
+        kept -= _ONE_LOST_OF * lost
+        if MAY_LOSE:
+            kept += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
+        at, is_of_operand = target + first * split_depth_stride, row_inside & (depths < DEPTH - first)[None, :]
+        tl.store(high + at, high_part, mask=is_of_operand)
+        if LOW:
+            tl.store(low + at, low_part, mask=is_of_operand)
+    added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
+    balance = tl.atomic_add(balances + place, added, mask=inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
+    is_last = inside & (balance > -(_ARRIVED // 2))
+    left = (balance < 0).to(tl.int32)
+    down = tl.where(greatest > 0, down, 0.0)
+    tl.store(scale + place, tl.where(left > 0, float("nan"), down), mask=is_last)
+    if any_rest is not None:
+        tl.atomic_max(any_rest + rows * 0, left, mask=is_last & (left > 0))
 
 
 @triton.jit
@@ -271,20 +403,26 @@ def split(
     a row gets none where a single element loses too much. ``clears`` (int32) is set to 0, for the kernel behind.
     """
     *batch, rows, depth = operand.shape
-    by_rows = operand.stride(-2) < operand.stride(-1)
+    by_rows = is_transposed(operand)
     lines, length = (depth, rows) if by_rows else (rows, depth)
     padded = blocks_of(length, _ALIGNMENT) * _ALIGNMENT
     memory = torch.empty(parts, *batch, lines, padded, dtype=torch.float16, device=operand.device)[..., :length]
     if by_rows:
         memory = memory.mT
     scale = torch.empty(*batch, rows, dtype=torch.float32, device=operand.device)
-    block_rows, block_depth, warps = _transposed_block(rows) if by_rows else (*_BLOCK, 8)
+    high, low = memory[0], memory[1] if parts == 2 else None
+    result = SplitOperand(high, low, scale)
+    options: dict[str, Any] = {"MOST_LOST": _MOST_LOST[parts], "MAY_LOSE": may_lose}
+    if by_rows and math.prod(batch) * rows <= _FEW_ROWS and depth > _LONGEST_WHOLE:
+        _split_shared(operand, result, any_rest, clears, options)
+        return result
+    transposed = _FEW_TRANSPOSED if rows <= _FEW_ROWS else _TRANSPOSED_BLOCK
+    block_rows, block_depth, warps = transposed if by_rows else (*_BLOCK, 8)
     whole = not by_rows and depth <= _LONGEST_KEPT
     if whole:
         elements = block_rows * block_depth
         block_depth = max(next_power_of_2(depth), _LEAST_KEPT)
         block_rows = max(1, elements // block_depth)
-    high, low = memory[0], memory[1] if parts == 2 else None
     launch(
         split_kernel,
         (blocks_of(rows, block_rows) * math.prod(batch),),
@@ -300,14 +438,77 @@ def split(
         depth,
         *_strides(operand),
         *_strides(high),
-        MOST_LOST=_MOST_LOST[parts],
-        MAY_LOSE=may_lose,
         WHOLE=whole,
         BLOCK_ROWS=block_rows,
         BLOCK_DEPTH=block_depth,
         num_warps=warps,
+        **options,
     )
-    return SplitOperand(high, low, scale)
+    return result
+
+
+def _split_shared(
+    operand: torch.Tensor,
+    result: SplitOperand,
+    any_rest: torch.Tensor | None,
+    clears: torch.Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """By programs that share rows. Where rows are contiguous, few programs can have whole ones. (H200: 25 us for 56 at
+    768 x 8192, 102 for 145 at 3072 x 8192.)"""
+    *batch, rows, depth = operand.shape
+    matrices, device = math.prod(batch), operand.device
+    block_rows, block_depth, warps = _SHARED_BLOCK
+    part_depth = blocks_of(blocks_of(depth, _MOST_LARGEST), block_depth) * block_depth
+    part_depth = max(part_depth, _SHARED_BLOCKS * block_depth)
+    count, parts = blocks_of(depth, part_depth), blocks_of(depth, _SHARED_BLOCKS * block_depth)
+    largest = torch.empty(count, matrices * rows, dtype=torch.int32, device=device)
+    balances = torch.empty(matrices * rows, dtype=torch.int64, device=device)
+    programs = matrices * blocks_of(rows, block_rows)
+    blocks: dict[str, Any] = {"BLOCK_ROWS": block_rows, "BLOCK_DEPTH": block_depth, "num_warps": warps}
+    launch(
+        largest_kernel,
+        (programs * count,),
+        device,
+        operand,
+        largest,
+        balances,
+        clears,
+        0 if clears is None else clears.numel(),
+        rows,
+        depth,
+        *_strides(operand),
+        matrices,
+        part_depth,
+        **blocks,
+    )
+    launch(
+        split_shared_kernel,
+        (programs * parts,),
+        device,
+        operand,
+        result.high,
+        result.low,
+        result.scale,
+        any_rest,
+        largest,
+        balances,
+        rows,
+        depth,
+        *_strides(operand),
+        *_strides(result.high),
+        matrices,
+        parts,
+        count,
+        BLOCKS=_SHARED_BLOCKS,
+        **options,
+        **blocks,
+    )
+
+
+def is_transposed(operand: torch.Tensor) -> bool:
+    """Whether rows are contiguous rather than the depth, as in a transposed matrix."""
+    return operand.stride(-2) < operand.stride(-1)
 
 
 def _strides(operand: torch.Tensor) -> tuple[int, int, int]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,13 +25,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.chain import Chain
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
-from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand
+from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand, sections_of
 from triton_kernels.grid import blocks_of
+from triton_kernels.grid import indices as triton_indices
 from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.hopper_memory import async_load
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.linear import tile_count, tile_place
+from triton_kernels.linear import store_pointers, tile_count, tile_place
 
+#: Rows of a program that adds up sections.
+_SECTION_ROWS = 8
 #: Layouts of an operand's tile, rows or depth first.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -57,11 +62,39 @@ def copy_tile(operand, row, depth, tile, barrier, DEPTH_FIRST: gl.constexpr):
 
 
 @gluon.jit
+def item_count(M, N, sections, shares, CONFIG: gl.constexpr):
+    """The number of tiles and sections, of which each program takes some."""
+    tiles = tile_count(M, N, CONFIG)
+    if sections is not None:
+        whole, count, _ = shares
+        tiles = whole + (tiles - whole) * count
+    return tiles
+
+
+@gluon.jit
+def item_place(item, M, N, K, sections, shares, CONFIG: gl.constexpr):
+    """Row, column and terms (first, end) of a tile or section."""
+    first, end = 0, K
+    tile = item
+    if sections is not None:
+        whole, _, depth = shares
+        if item >= whole:
+            left = tile_count(M, N, CONFIG) - whole
+            tile = whole + (item - whole) % left
+            first = (item - whole) // left * depth
+            end = gl.minimum(first + depth, K)
+    row, column = tile_place(tile, M, N, CONFIG)
+    return row, column, first, end
+
+
+@gluon.jit
 def copy_in(
     inputs,
     weights,
     memory,
     barriers,
+    sections,
+    shares,
     M,
     N,
     K,
@@ -75,9 +108,9 @@ def copy_in(
     input_tiles, weight_tiles = memory
     ready, empty = barriers
     count = 0
-    for tile in range(gl.program_id(0), tile_count(M, N, CONFIG), gl.num_programs(0)):
-        row, column = tile_place(tile, M, N, CONFIG)
-        for depth in range(0, K, CONFIG.block_k):
+    for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
+        row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
+        for depth in range(first, end, CONFIG.block_k):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(stage), PARTS * (CONFIG.block_m + CONFIG.block_n) * CONFIG.block_k * 2)
@@ -97,6 +130,8 @@ def multiply(
     eps,
     memory,
     barriers,
+    sections,
+    shares,
     M,
     N,
     K,
@@ -119,13 +154,13 @@ def multiply(
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     count = 0
-    for tile in range(gl.program_id(0), tile_count(M, N, CONFIG), gl.num_programs(0)):
-        row, column = tile_place(tile, M, N, CONFIG)
+    for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
+        row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
         if PARTS == 2:
             mixed = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
             block = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
-        for depth in range(0, K, CONFIG.block_k):
+        for depth in range(first, end, CONFIG.block_k):
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             a, b = input_tiles.index(stage * PARTS), weight_tiles.index(stage * PARTS)
@@ -134,7 +169,7 @@ def multiply(
             if PARTS == 1:
                 total = warpgroup_mma(a, b, total, is_async=True)
                 total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
-                if depth > 0:
+                if depth > first:
                     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
             else:
                 a_low, b_low = input_tiles.index(stage * 2 + 1), weight_tiles.index(stage * 2 + 1)
@@ -144,7 +179,7 @@ def multiply(
                 block = warpgroup_mma(a_half, b_half, block, use_acc=False, is_async=True)
                 mixed = warpgroup_mma(a, b_low, mixed, is_async=True)
                 block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
-                if depth > 0:
+                if depth > first:
                     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
                 total += block
                 a_half, b_half = a.slice(HALF, HALF, 1), b.slice(HALF, HALF, 0)
@@ -162,12 +197,22 @@ def multiply(
         total *= gl.expand_dims(gl.load(input_scale + row + rows, mask=rows < M - row, other=1.0), 1)
         total *= gl.expand_dims(gl.load(weight_scale + column + columns, mask=columns < N - column, other=1.0), 0)
         place = (row, column, M, N)
-        chain_epilogue(
-            total, place, output, saved, operands, eps, store_registers, indices, CHAIN, GROUP_SIZE, gl.float32
-        )
+        if sections is None:
+            chain_epilogue(
+                total, place, output, saved, operands, eps, store_registers, indices, CHAIN, GROUP_SIZE, gl.float32
+            )
+        else:
+            whole, _, _ = shares
+            if item < whole:
+                chain_epilogue(
+                    total, place, output, saved, operands, eps, store_registers, indices, CHAIN, GROUP_SIZE, gl.float32
+                )
+            else:
+                place = ((item - whole) * BLOCK_M, 0, (item - whole + 1) * BLOCK_M, BLOCK_N)
+                store_registers(sections, place, total)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["whole", "count", "section_depth"])
 def linear_split_kernel(
     input,  # [M, K] float16: descriptors of the high and, with two parts, low parts
     input_low,
@@ -176,6 +221,10 @@ def linear_split_kernel(
     output,  # [M, N], for the epilogue
     saved,  # [M, N]: what the backward pass needs; None where nothing is saved
     scales,  # pointers to [M] and [N]
+    sections,  # float32 [count x tiles left x BLOCK_M, BLOCK_N]: products of sections of K; None where there are none
+    whole,  # the number of tiles that are whole
+    count,  # of sections of each of the others
+    section_depth,
     operands,  # of the chain's steps, for the epilogue
     eps,
     M,
@@ -197,22 +246,58 @@ def linear_split_kernel(
     barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
     memory = (input_tiles, weight_tiles)
+    shares = (whole, count, section_depth)
     inputs, weights = (input, input_low), (weight, weight_low)
     # fmt: off
     gl.warp_specialize(
         [
             (multiply, (
-                output, saved, scales, operands, eps, memory, barriers, M, N, K,
+                output, saved, scales, operands, eps, memory, barriers, sections, shares, M, N, K,
                 INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CHAIN, GROUP_SIZE, CONFIG,
             )),
             (copy_in, (
-                inputs, weights, memory, barriers, M, N, K, INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CONFIG,
+                inputs, weights, memory, barriers, sections, shares, M, N, K,
+                INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CONFIG,
             )),
         ],
         [1],
         [24],
     )
     # fmt: on
+
+
+@triton.jit(do_not_specialize=["whole", "count"])
+def linear_sections_kernel(
+    sections,  # as ``linear_split_kernel``'s
+    output,
+    saved,
+    operands,
+    eps,
+    whole,
+    count,
+    M,
+    N,
+    CHAIN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    CONFIG: tl.constexpr,
+):
+    """CHAIN of the tiles whose sections were stored: their sum, in order."""
+    wait_for_launch_before()
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    STRIPS: tl.constexpr = CONFIG.block_m // ROWS
+    item, strip = tl.program_id(0) // STRIPS, tl.program_id(0) % STRIPS
+    left = tile_count(M, N, CONFIG) - whole
+    row, column = tile_place(whole + item, M, N, CONFIG)
+    rows = strip * ROWS + tl.arange(0, ROWS)
+    source = sections + rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for section in range(count):
+        total += tl.load(source + (section * left + item).to(tl.int64) * (CONFIG.block_m * BLOCK_N))
+    place = (row + strip * ROWS, column, M, N)
+    chain_epilogue(
+        total, place, output, saved, operands, eps, store_pointers, triton_indices, CHAIN, GROUP_SIZE, tl.float32
+    )
 
 
 def _is_depth_first(part: torch.Tensor) -> bool:
@@ -242,14 +327,22 @@ def linear_split(
     """As ``triton_kernels.linear.linear``, for operands [M, K] and [N, K] that were split into ``config.parts``.
 
     A tile with a row that has no scale is written too, with wrong values. ``linear`` with ``rest`` must follow.
+
+    Where ``config`` divides K, all multiprocessors take sections of the last tiles. Else a row's result does not depend
+    on the others.
     """
     (M, K), N = input.high.shape, weight.high.shape[0]
     if M == 0 or N == 0:
         return
-    tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
+    tiles, steps = blocks_of(M, config.block_m) * blocks_of(N, config.block_n), blocks_of(K, config.block_k)
+    multiprocessors = multiprocessor_count(output.device)
+    whole, count, of_each = sections_of(tiles, steps, multiprocessors) if config.divides else (tiles, 1, steps)
+    size, sections = (tiles - whole) * count, None
+    if size > 0:
+        sections = torch.empty(size * config.block_m, config.block_n, dtype=torch.float32, device=output.device)
     launch(
         linear_split_kernel,
-        (min(tiles, multiprocessor_count(output.device)),),
+        (min(whole + size, multiprocessors),),
         output.device,
         _descriptor(input.high, config.block_m, config.block_k),
         _descriptor(input.low, config.block_m, config.block_k),
@@ -258,6 +351,10 @@ def linear_split(
         output,
         saved,
         (input.scale, weight.scale),
+        sections,
+        whole,
+        count,
+        of_each * config.block_k,
         tuple(operands),
         eps,
         M,
@@ -270,4 +367,26 @@ def linear_split(
         CONFIG=config,
         config=config,
         num_warps=8,
+    )
+    if sections is None:
+        return
+    launch(
+        linear_sections_kernel,
+        ((tiles - whole) * (config.block_m // _SECTION_ROWS),),
+        output.device,
+        sections,
+        output,
+        saved,
+        tuple(operands),
+        eps,
+        whole,
+        count,
+        M,
+        N,
+        CHAIN=chain,
+        GROUP_SIZE=group_size,
+        ROWS=_SECTION_ROWS,
+        CONFIG=config,
+        config=config,
+        num_warps=4,
     )

@@ -17,7 +17,7 @@ def test_a_product_of_cublass_normalises_nothing(monkeypatch):
     """It is asked of this product, with its biases."""
     input, weight, bias = torch.empty(8, 64), torch.empty(96, 64), torch.empty(96)
     asked = []
-    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *arguments: asked.append(arguments) or True)
+    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *arguments, **_: asked.append(arguments) or True)
     assert products.fused_config(CHAIN, input, weight, 16, (bias, None)) is None
     assert asked == [(input, 96, bias, None)]
 

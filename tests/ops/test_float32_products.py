@@ -143,7 +143,7 @@ def test_a_size_that_values_decide_is_left(compiled):
 
 
 def test_what_does_not_pay_is_left(compiled, monkeypatch):
-    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_: True)
+    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_, **__: True)
     compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
     assert taken(compiled.graphs) == [0]
 

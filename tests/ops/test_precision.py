@@ -7,7 +7,8 @@ import torch
 
 import autotune_configs
 from autotune_configs import gpus
-from ops import precision
+from ops import precision, products
+from triton_kernels.chains import LINEAR
 
 
 def test_kernels_take_three_dtypes():
@@ -69,6 +70,19 @@ def test_small_float32_products_are_cublass(monkeypatch):
     assert precision.multiplies_by_cublas(rows_of(7, 512), 64)
     assert not precision.multiplies_by_cublas(rows_of(8, 512), 64)
     assert not precision.multiplies_by_cublas(rows_of(1, 8, torch.bfloat16), 64)
+
+
+def test_a_transposed_input_may_have_fewer_results(monkeypatch):
+    """Where the kernel may divide the depth: not in a chain, whose rows depend on no layout."""
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 2**12)
+    monkeypatch.setattr(gpus, "FEWEST_TRANSPOSED_RESULTS", 2**11)
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(products, "runs_hopper_kernels", lambda device: True)
+    weight, transposed = rows_of(64, 512), rows_of(512, 32).T
+    for input, may_divide in ((transposed, True), (transposed, False), (rows_of(32, 512), True)):
+        divides = input is transposed and may_divide
+        assert (precision.multiplier(input, weight, may_divide=may_divide) == "kernel") is divides
+        assert products.product_config(LINEAR, input, weight, may_divide=may_divide).divides is divides
 
 
 @pytest.fixture

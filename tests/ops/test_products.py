@@ -11,7 +11,7 @@ from ops import precision, products
 @pytest.mark.parametrize("by_cublas", [True, False])
 def test_affine_where_cublas_multiplies(by_cublas, biases, monkeypatch):
     """The bias is added by its product or after it, and no argument is written to."""
-    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *arguments: True)
+    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_, **__: True)
     monkeypatch.setattr(precision, "cublas_adds_bias", lambda *arguments: by_cublas)
     generator = torch.Generator().manual_seed(0)
     input, weight, *vectors = (torch.randn(shape, generator=generator) for shape in ((5, 16), (7, 16), (7,), (7,)))

@@ -175,7 +175,7 @@ def test_random_numbers_in_the_order_of_memory(draws):
 
 def test_a_product_that_is_to_be_wider(monkeypatch):
     """cuBLAS would give it the input's dtype."""
-    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_: True)
+    monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_, **__: True)
     input, weight = (draw(*shape, grad=False).bfloat16() for shape in ((4, 16), (32, 16)))
     assert products.affine(input, weight, (), (4, 32), torch.float32).dtype == torch.float32
 

@@ -14,6 +14,7 @@ from triton_kernels.float32_split import (
     LinearRegistersConfig,
     LinearSplitConfig,
     bounds_of,
+    sections_of,
     split,
     steps_of_parts,
 )
@@ -244,11 +245,65 @@ def test_a_batch_is_split_as_its_matrices(order, parts):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_cleared():
+@by_parts
+@pytest.mark.parametrize("may_lose", [True, False])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("depth", [1, 130, 700, 9000])
+def test_programs_that_share_rows(depth, batch, may_lose, parts, monkeypatch):
+    """Give the bits that programs with whole rows give, whatever a row loses."""
+    values = torch.randn(*batch, depth, 37, generator=torch.Generator().manual_seed(0)).mT
+    values[..., 3, 0], values[..., 5, -1], values[..., 8, :] = torch.nan, 2.0**100, 0.0
+    values[..., 10, : depth // 256] = 2.0**-40
+    values[..., 11, : depth // 256 + 1] = 2.0**-40
+    values[..., 33, ::3] *= 2.0**-45
+    found = []
+    for longest in (2**20, 0):
+        monkeypatch.setattr(float32_split, "_LONGEST_WHOLE", longest)
+        any_rest = torch.zeros(1, dtype=torch.int32)
+        result = split(values, parts, any_rest, may_lose=may_lose)
+        found.append([each for each in (result.high, result.low, result.scale, any_rest) if each is not None])
+    for whole, shared in zip(*found, strict=True):
+        torch.testing.assert_close(shared, whole, rtol=0, atol=0, equal_nan=True)
+
+
+def test_few_rows_are_shared(monkeypatch):
+    """Where the depth is not contiguous and long enough."""
+    shared = []
+    monkeypatch.setattr(float32_split, "_split_shared", lambda operand, *_: shared.append(tuple(operand.shape)))
+    for rows, depth, order in ((2, 513, "rows"), (2, 512, "rows"), (4097, 513, "rows"), (2, 513, "depth")):
+        split(matrix(rows, depth, order=order), 2)
+    split(torch.empty(1024, 600, 5).mT, 2)
+    assert shared == [(2, 513)]
+
+
+@pytest.mark.parametrize(
+    "tiles, steps, expected",
+    [
+        (144, 128, (132, 11, 12)),
+        (36, 128, (0, 3, 43)),
+        (6, 384, (0, 22, 18)),
+        (1, 128, (0, 16, 8)),
+        (132, 128, (132, 1, 128)),  # none is left
+        (200, 128, (200, 1, 128)),  # more than half as many as there are multiprocessors are left
+        (144, 15, (144, 1, 15)),  # too few terms
+        (144, 16, (132, 2, 8)),
+        (145, 33, (132, 4, 9)),
+    ],
+)
+def test_sections(tiles, steps, expected):
+    """What is left for the last wave occupies all multiprocessors, and every section has terms."""
+    whole, count, of_each = sections_of(tiles, steps, 132)
+    assert (whole, count, of_each) == expected
+    assert (count - 1) * of_each < steps <= count * of_each
+    assert whole == tiles or (tiles - whole) * count <= 132
+
+
+def test_what_is_cleared(monkeypatch):
     """For the kernel behind, by all programs together, and no row is told of."""
-    for size in (1, 100, 5000):
+    monkeypatch.setattr(float32_split, "_LONGEST_WHOLE", 64)
+    for size, order in ((1, "depth"), (100, "rows"), (5000, "depth"), (5000, "rows")):
         memory = torch.full((size + 1,), 7, dtype=torch.int32)
-        values = matrix()
+        values = matrix(order=order)
         values[3, 3] = torch.inf
         assert split(values, 2, clears=memory[:-1]).scale[3].isnan()
         assert memory.tolist() == [0] * size + [7]
