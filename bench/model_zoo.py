@@ -99,6 +99,11 @@ def _timm(name: str, tiny: dict[str, Any]) -> Callable[[bool], nn.Module]:
     return lambda is_tiny: import_module("timm").create_model(name, **(tiny if is_tiny else {}))
 
 
+def _mixer_b(is_tiny: bool) -> nn.Module:
+    options = {"embed_dim": 64, "num_blocks": 2, "img_size": 32} if is_tiny else {"embed_dim": 768, "num_blocks": 12}
+    return import_module("timm.models.mlp_mixer").MlpMixer(patch_size=16, **options)
+
+
 def _monai(name: str, options: dict[str, Any], tiny: dict[str, Any]) -> Callable[[bool], nn.Module]:
     def make(is_tiny: bool) -> nn.Module:
         return getattr(import_module("monai.networks.nets"), name)(**options | (tiny if is_tiny else {}))
@@ -336,7 +341,7 @@ MODELS = {
             "timm",
             "32x3x224x224",
             "2x3x32x32",
-            _timm("mixer_b16_224", {"embed_dim": 64, "num_blocks": 2, "img_size": 32}),
+            _mixer_b,
             (("float32", None),),
         ),
         Model(

@@ -78,7 +78,7 @@ def test_small_products(size, orders, parts):
 
 @by_parts
 @pytest.mark.parametrize("value", [1.0, torch.nan, 2.0**100])
-@pytest.mark.parametrize("size", [(1, 1, 1024), (257, 301, 5000), (3100, 1030, 1100)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 1024), (257, 301, 5000), (2000, 2250, 1100)], ids=str)
 def test_small_products_of_sections(size, value, parts):
     """As a weight's gradient: multiprocessors share what is left, or all tiles. A row and a column are left."""
     rows, columns, depth = size
@@ -87,12 +87,13 @@ def test_small_products_of_sections(size, value, parts):
     input[rows // 2, 3], weight[columns // 2, 9] = value, value
     bias = torch.randn(columns, device=DEVICE)
     exact = input.double() @ weight.double().T + bias.double()
-    result = product(input, weight, parts, bias, divides=True)
-    assert_same_bits(result, product(input, weight, parts, bias, divides=True))
+    result, again = (product(input, weight, parts, bias, divides=True) for _ in range(2))
+    torch.testing.assert_close(result, again, rtol=0, atol=0, equal_nan=True)
     if value == 1.0:
         assert relative_error(result, exact) <= TOLERANCES[parts]
         return
-    assert result[rows // 2].isnan().all() == result[:, columns // 2].isnan().all() == (value != value)
+    for line in (result[rows // 2], result[:, columns // 2]):
+        assert line.isnan().all() if value != value else line.isfinite().all()
     others = [[each for each in range(size) if each != size // 2] for size in (rows, columns)]
     if min(map(len, others)) > 0:
         result, exact = (each[others[0]][:, others[1]] for each in (result, exact))
