@@ -147,11 +147,7 @@ def linear_problems(
         "backward": [
             *norm["backward"],
             *([of_product(LINEAR.kernel, M, K, N, 1)] if multiplies_back and not float32_by_cublas(M, K, N) else []),
-            *(
-                [of_product(LINEAR.kernel, N, K, M, 1)]
-                if multiplies_back and not float32_by_cublas(N, K, M, True)
-                else []
-            ),
+            *([of_product(LINEAR.kernel, N, K, M, 1)] if multiplies_back and not float32_by_cublas(N, K, M) else []),
         ],
     }
     return [problem for direction in PASSES if direction in passes for problem in looked_up[direction]]

@@ -20,9 +20,9 @@ from triton_kernels.hopper import takes_hopper_kernels
 SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 #: And so many columns and results: fewer tiles leave multiprocessors idle, where cuBLAS splits the depth. (H100, 763
 #: products: 0.40 of cuBLAS's time in the mean and 1.08 at most; below, up to 9 times.) Where the kernel divides the
-#: depth too, as the input is transposed, fewer results do.
+#: depth, from so many terms on, fewer results suffice.
 FEWEST_FLOAT32_COLUMNS, FEWEST_FLOAT32_RESULTS = (0, 0) if INTERPRETED else (256, 3 * 2**18)
-FEWEST_TRANSPOSED_RESULTS = 2**19
+SHALLOWEST_DIVIDED, FEWEST_DIVIDED_RESULTS = 2048, 2**19
 
 #: With the weight split in registers: so many rows, columns and terms, and so many weights.
 FEWEST_ROWS, MANY_ROWS, FEWEST_COLUMNS, FEWEST_WEIGHTS = 16, 512, 512, 2**22
@@ -86,11 +86,13 @@ class Gpu:
         return self.name.lower().replace(" ", "_").replace("/", "_")
 
 
-def float32_by_cublas(M: int, N: int, K: int, is_transposed: bool = False) -> bool:
+def float32_by_cublas(M: int, N: int, K: int, divides: bool = False) -> bool:
     """Whether operands of a float32 product [M, K] @ [N, K].T are not both split, in any precision: it has few rows,
-    columns, results or terms. cuBLAS computes it, or ``float32_in_registers``. ``is_transposed``: rows of the first
-    operand are contiguous, as in the gradient of a weight."""
-    results = min(FEWEST_TRANSPOSED_RESULTS, FEWEST_FLOAT32_RESULTS) if is_transposed else FEWEST_FLOAT32_RESULTS
+    columns, results or terms. cuBLAS computes it, or ``float32_in_registers``. ``divides``: the kernel may divide K
+    among multiprocessors (``LinearSplitConfig``)."""
+    results = FEWEST_FLOAT32_RESULTS
+    if divides and K >= SHALLOWEST_DIVIDED:
+        results = min(results, FEWEST_DIVIDED_RESULTS)
     is_small = M < FEWEST_FLOAT32_ROWS or N < FEWEST_FLOAT32_COLUMNS or M * N < results
     return is_small or K < SHALLOWEST_FLOAT32
 

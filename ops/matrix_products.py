@@ -62,8 +62,8 @@ def pays(operands: Sequence[Any]) -> bool:
     input, matrix = operands[:2]
     if not _is_exact(input):
         return False
-    if input.ndim == 3 and len(input) > 1:
-        return precision.rows_in_registers(input, matrix.mT) is not None
+    if input.ndim == 3 and len(input) != 1:
+        return len(input) > 1 and precision.rows_in_registers(input, matrix.mT) is not None
     input, matrix = (each[0] if each.ndim == 3 else each for each in (input, matrix))
     return precision.multiplier(input, matrix.T, may_divide=True) != "cuBLAS"
 

@@ -58,7 +58,7 @@ def multiplies_by_cublas(
     input: torch.Tensor, columns: int, *biases: torch.Tensor | None, may_divide: bool = False
 ) -> bool:
     """Whether cuBLAS computes the product of input [M, K] and a matrix [K, columns], to which biases are added, unless
-    ``rows_in_registers``.
+    ``rows_in_registers``. ``may_divide`` as in ``multiplier``.
 
     For 16-bit inputs: where cuBLAS is predicted to be faster, as its tiles waste less of the last wave (wave
     quantisation). Not where a bias has a wider dtype, as under autocast: cuBLAS would round the bias first. PyTorch
@@ -77,7 +77,8 @@ def multiplies_by_cublas(
     if input.dtype != torch.float32:
         are_alike = all(bias is None or bias.dtype == input.dtype for bias in biases)
         return are_alike and autotune_configs.prefers_cublas(rows, columns, depth, input.device)
-    if float32_by_cublas(rows, columns, depth, may_divide and is_transposed(input)):
+    divides = may_divide and runs_hopper_kernels(input.device) and is_transposed(input)
+    if float32_by_cublas(rows, columns, depth, divides):
         return True
     if float32_parts() == 2:
         return False

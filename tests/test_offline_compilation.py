@@ -338,7 +338,14 @@ def test_splits(parts, arch):
         any_rest = torch.empty(1, dtype=torch.int32, device=META)
         for shape in ((SPLIT_M, SPLIT_K), (SPLIT_M, 2 * SPLIT_K), (SPLIT_M, 77), (SPLIT_M, 40000)):
             split(torch.empty(shape, device=META), parts, any_rest)
-        split(torch.empty(SPLIT_K, SPLIT_M, device=META).T, parts, any_rest)
+        for rows, depth in (
+            (2 * SPLIT_M, 512),
+            (8 * SPLIT_M, SPLIT_K),
+            (SPLIT_M, SPLIT_K),
+            (1000, SPLIT_K),
+            (1002, SPLIT_K),
+        ):
+            split(torch.empty(depth, rows, device=META).T, parts, any_rest)
 
     for kernel in compile_launches(launch, arch):
         # Two registers where rows are contiguous; the smaller block, which spills none, takes 1.09 of its time (H200).

@@ -51,14 +51,14 @@ _ALIGNMENT = 8
 _BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
 #: Rows, depth and warps of a program's block where rows are contiguous: of few rows, and of many.
 _FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
-#: Few are so many in all matrices together. Beyond this depth, programs share them: each has some blocks of these rows,
-#: depth and warps, one behind the other.
+#: Few are so many. Where all matrices together have no more, and beyond this depth, programs share rows: each has so
+#: many blocks of these rows, depth and warps.
 _FEW_ROWS, _LONGEST_WHOLE, _SHARED_BLOCK, _SHARED_BLOCKS = 4096, 512, (32, 128, 4), 2
-#: Largest elements of a row that are found one beside the other, at most.
+#: Into how many parts a row is cut, at most, to find its largest element.
 _MOST_LARGEST = 32
-#: Steps of 64 terms, in which a section of a product pays for being stored.
+#: Steps of 64 terms, in which a section of a product pays for being stored. The last one may have fewer.
 _FEWEST_STEPS = 8
-#: What a program adds to a row's balance, so that the last one knows itself.
+#: What a program adds to a row's balance, so that the last one can tell that it is the last.
 _ARRIVED = tl.constexpr(1 << 40)
 
 
@@ -144,8 +144,12 @@ def steps_of_parts(rows: int, K: int, multiprocessors: int) -> int:
 
 
 def sections_of(tiles: int, steps: int, multiprocessors: int) -> tuple[int, int, int]:
-    """So many tiles are whole, and each of the others has so many sections of so many steps: those that remain when
-    each multiprocessor has had as many as the others. Sections have at least ``_FEWEST_STEPS``."""
+    """(whole, count, steps): so many tiles are computed whole, and each of the others in so many sections of so many
+    steps.
+
+    The others are what is left when each multiprocessor has had as many tiles as any other. They get as many sections
+    as multiprocessors can take at once, of at least ``_FEWEST_STEPS`` but for the last; none where that is one.
+    """
     left = tiles % multiprocessors
     count = min(multiprocessors // left, steps // _FEWEST_STEPS) if left else 1
     if count < 2:
@@ -191,6 +195,29 @@ def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
 
 
 @triton.jit
+def store_parts(value, up, is_limited, high, low, place, inside, MOST_LOST: tl.constexpr, MAY_LOSE: tl.constexpr):
+    """Split a block, and store its parts. What its elements add to the balances of their rows: one that loses too much
+    takes away what ``_ONE_LOST_OF`` others add."""
+    high_part, low_part, lost = split_block(value, up, MOST_LOST, low is not None)
+    tl.store(high + place, high_part, mask=inside)
+    if low is not None:
+        tl.store(low + place, low_part, mask=inside)
+    added = -_ONE_LOST_OF * lost
+    if MAY_LOSE:
+        added += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
+    return added
+
+
+@triton.jit
+def store_scale(scale, any_rest, largest, down, balance, inside):
+    """Store rows' scales, NaN where the balance is negative, and tell of those."""
+    left = (balance < 0).to(tl.int32)
+    tl.store(scale, tl.where(left > 0, float("nan"), tl.where(largest > 0, down, 0.0)), mask=inside)
+    if any_rest is not None:
+        tl.atomic_max(any_rest + left * 0, left, mask=inside & (left > 0))
+
+
+@triton.jit
 def clear(cleared, CLEARED, BLOCK: tl.constexpr):
     """Set CLEARED numbers to 0, all programs together."""
     if cleared is not None:
@@ -231,7 +258,6 @@ def split_kernel(
     row_inside = (rows < ROWS)[:, None]
     source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
     target = matrix * split_matrix_stride + rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
-    LOW: tl.constexpr = low is not None
     if WHOLE:
         value = load_block(source, 0, row_inside, depths, DEPTH, depth_stride)
         greatest = magnitude(value)
@@ -246,21 +272,10 @@ def split_kernel(
     for first in range(0, DEPTH, BLOCK_DEPTH):
         if not WHOLE:
             value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
-        high_part, low_part, lost = split_block(value, up, MOST_LOST, LOW)
-        kept = -_ONE_LOST_OF * lost
-        if MAY_LOSE:
-            kept += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
-        balance += tl.sum(kept, 1)
         place = target + tl.cast(first, tl.int64) * split_depth_stride
         inside = row_inside & (depths < DEPTH - first)[None, :]
-        tl.store(high + place, high_part, mask=inside)
-        if LOW:
-            tl.store(low + place, low_part, mask=inside)
-    left = (balance < 0).to(tl.int32)
-    down = tl.where(largest > 0, down, 0.0)
-    tl.store(scale + matrix * ROWS + rows, tl.where(left > 0, float("nan"), down), mask=rows < ROWS)
-    if any_rest is not None:
-        tl.atomic_max(any_rest + rows * 0, left, mask=left > 0)
+        balance += tl.sum(store_parts(value, up, is_limited, high, low, place, inside, MOST_LOST, MAY_LOSE), 1)
+    store_scale(scale + matrix * ROWS + rows, any_rest, largest, down, balance, rows < ROWS)
     clear(cleared, CLEARED, BLOCK_DEPTH)
 
 
@@ -341,34 +356,21 @@ def split_shared_kernel(
     row_inside = (rows < ROWS)[:, None]
     source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
     target = matrix * split_matrix_stride + rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
-    LOW: tl.constexpr = low is not None
-    place, inside = matrix * ROWS + rows, rows < ROWS
+    place = matrix * ROWS + rows
     greatest = tl.zeros((BLOCK_ROWS,), tl.int32)
     for each in range(COUNT):
-        greatest = tl.maximum(
-            greatest, tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=inside, other=0)
-        )
+        found = tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=rows < ROWS, other=0)
+        greatest = tl.maximum(greatest, found)
     up, down, is_limited = scales_of(greatest)
     kept = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
     for block in tl.static_range(BLOCKS):
         first = (part.to(tl.int64) * BLOCKS + block) * BLOCK_DEPTH
         value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
-        high_part, low_part, lost = split_block(value, up, MOST_LOST, LOW)
-        kept -= _ONE_LOST_OF * lost
-        if MAY_LOSE:
-            kept += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
-        at, is_of_operand = target + first * split_depth_stride, row_inside & (depths < DEPTH - first)[None, :]
-        tl.store(high + at, high_part, mask=is_of_operand)
-        if LOW:
-            tl.store(low + at, low_part, mask=is_of_operand)
+        at, inside = target + first * split_depth_stride, row_inside & (depths < DEPTH - first)[None, :]
+        kept += store_parts(value, up, is_limited, high, low, at, inside, MOST_LOST, MAY_LOSE)
     added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
-    balance = tl.atomic_add(balances + place, added, mask=inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
-    is_last = inside & (balance > -(_ARRIVED // 2))
-    left = (balance < 0).to(tl.int32)
-    down = tl.where(greatest > 0, down, 0.0)
-    tl.store(scale + place, tl.where(left > 0, float("nan"), down), mask=is_last)
-    if any_rest is not None:
-        tl.atomic_max(any_rest + rows * 0, left, mask=is_last & (left > 0))
+    balance = tl.atomic_add(balances + place, added, mask=rows < ROWS) + added - tl.cast(parts, tl.int64) * _ARRIVED
+    store_scale(scale + place, any_rest, greatest, down, balance, (rows < ROWS) & (balance > -(_ARRIVED // 2)))
 
 
 @triton.jit
@@ -459,9 +461,10 @@ def _split_shared(
     *batch, rows, depth = operand.shape
     matrices, device = math.prod(batch), operand.device
     block_rows, block_depth, warps = _SHARED_BLOCK
+    of_each = _SHARED_BLOCKS if rows % 16 == 0 else 1  # registers hold no more addresses of rows less aligned
     part_depth = blocks_of(blocks_of(depth, _MOST_LARGEST), block_depth) * block_depth
     part_depth = max(part_depth, _SHARED_BLOCKS * block_depth)
-    count, parts = blocks_of(depth, part_depth), blocks_of(depth, _SHARED_BLOCKS * block_depth)
+    count, parts = blocks_of(depth, part_depth), blocks_of(depth, of_each * block_depth)
     largest = torch.empty(count, matrices * rows, dtype=torch.int32, device=device)
     balances = torch.empty(matrices * rows, dtype=torch.int64, device=device)
     programs = matrices * blocks_of(rows, block_rows)
@@ -500,7 +503,7 @@ def _split_shared(
         matrices,
         parts,
         count,
-        BLOCKS=_SHARED_BLOCKS,
+        BLOCKS=of_each,
         **options,
         **blocks,
     )

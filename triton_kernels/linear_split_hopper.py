@@ -328,8 +328,8 @@ def linear_split(
 
     A tile with a row that has no scale is written too, with wrong values. ``linear`` with ``rest`` must follow.
 
-    Where ``config`` divides K, all multiprocessors take sections of the last tiles. Else a row's result does not depend
-    on the others.
+    Where ``config`` divides K, the last tiles are computed in sections of it (``sections_of``): how a result is rounded
+    depends on the number of tiles.
     """
     (M, K), N = input.high.shape, weight.high.shape[0]
     if M == 0 or N == 0:

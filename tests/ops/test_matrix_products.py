@@ -55,6 +55,15 @@ def check(name, given, count, **options):
     assert results[0][0].stride() == results[1][0].stride()
 
 
+def test_empty_batches(monkeypatch):
+    """Are PyTorch's, whatever pays."""
+    monkeypatch.setattr(matrix_products, "_is_exact", lambda tensor: True)
+    input, other = torch.empty(0, 600, 600), torch.empty(0, 600, 500)
+    for function in (ops.bmm, ops.matmul, torch.bmm):
+        with ops.faster_float32():
+            assert function(input, other).shape == (0, 600, 500)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_matmul(name, is_ours):
     given = drawn(*SHAPES[name])

@@ -73,16 +73,20 @@ def test_small_float32_products_are_cublass(monkeypatch):
 
 
 def test_a_transposed_input_may_have_fewer_results(monkeypatch):
-    """Where the kernel may divide the depth: not in a chain, whose rows depend on no layout."""
+    """Where the kernel may divide the depth: on Hopper, of many terms, and not in a chain, whose rows depend on no
+    layout."""
     monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 2**12)
-    monkeypatch.setattr(gpus, "FEWEST_TRANSPOSED_RESULTS", 2**11)
-    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(products, "runs_hopper_kernels", lambda device: True)
-    weight, transposed = rows_of(64, 512), rows_of(512, 32).T
-    for input, may_divide in ((transposed, True), (transposed, False), (rows_of(32, 512), True)):
+    monkeypatch.setattr(gpus, "FEWEST_DIVIDED_RESULTS", 2**11)
+    for module in (precision, products):
+        monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)
+    weight, transposed = rows_of(64, 2048), rows_of(2048, 32).T
+    for input, may_divide in ((transposed, True), (transposed, False), (rows_of(32, 2048), True)):
         divides = input is transposed and may_divide
         assert (precision.multiplier(input, weight, may_divide=may_divide) == "kernel") is divides
         assert products.product_config(LINEAR, input, weight, may_divide=may_divide).divides is divides
+    assert precision.multiplier(rows_of(2047, 32).T, rows_of(64, 2047), may_divide=True) != "kernel"
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: False)
+    assert precision.multiplier(transposed, weight, may_divide=True) != "kernel"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autotune_configs
-from ops import precision, products
+from ops import matrix_products, precision, products
 
 
 @pytest.mark.parametrize("biases", [0, 1, 2])
@@ -33,3 +33,18 @@ def test_wider_biases_are_not_cublass(wide, monkeypatch):
     output = products.affine(input, weight, (torch.ones_like(bias), bias - 17), (3, 7))
     assert output.dtype == torch.bfloat16 and len(called) == (not wide)
     assert torch.equal(output, torch.full_like(output, 2**-12 if wide else 0))
+
+
+def test_where_the_depth_may_be_divided(monkeypatch):
+    """In gradients and in products without a chain, whose first operand is transposed: not in a chain's own."""
+    for module in (precision, products):
+        monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)
+    divided = []
+    monkeypatch.setattr(products, "product", lambda *arguments, **_: divided.append(arguments[3].divides))
+    input, matrix, shape = torch.ones(16, 8).T, torch.ones(16, 4), (8, 4)
+    products.multiply(input, matrix, shape)
+    matrix_products._multiply(input, matrix)
+    matrix_products._multiply(input[None], matrix[None])
+    products.multiply(input.contiguous(), matrix, shape)
+    products.affine(input, matrix.T, (), shape)
+    assert divided == [True, True, True, False, False]
