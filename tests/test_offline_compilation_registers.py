@@ -38,8 +38,9 @@ def test_products_of_batches(sizes, orders):
 
 def check_registers(kernels):
     """Where parts are added up in the output, that takes more registers than there are, but once a part alone."""
-    assert [kernel.name for kernel in kernels] == ["split_kernel", "linear_registers_kernel", "finish_kernel"]
-    kernel = kernels[1]
+    *splitting, kernel, finishing = kernels
+    assert [each.name for each in splitting] in (["split_kernel"], ["largest_kernel", "split_shared_kernel"])
+    assert (kernel.name, finishing.name) == ("linear_registers_kernel", "finish_kernel")
     assert kernel.fits and not kernel.waits_for_products
     assert not re.search(r"\bF(ADD|MUL|FMA)\S*\.FTZ", kernel.sass)
     assert kernel.spilled_bytes <= 208
