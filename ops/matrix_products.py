@@ -29,12 +29,12 @@ def plan_of(operands: list[Tensor]) -> Plan:
 
 def _multiply(input: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
     shape = *input.shape[:-1], matrix.shape[-1]
-    if input.ndim == 2:
-        return products.affine(input, matrix.T, [contiguous(each) for each in bias], shape, may_divide=True)
-    assert not bias
-    if len(input) > 1:
-        return products.of_batches(input, matrix)
-    return products.affine(input[0], matrix[0].T, (), shape, may_divide=True)
+    if input.ndim == 3:
+        assert not bias
+        if len(input) > 1:
+            return products.of_batches(input, matrix)
+        input, matrix = input[0], matrix[0]
+    return products.affine(input, matrix.T, [contiguous(each) for each in bias], shape, may_divide=True)
 
 
 def _empty(operands: list[Tensor]) -> list[Tensor]:
@@ -63,7 +63,7 @@ def pays(operands: Sequence[Any]) -> bool:
     if not _is_exact(input):
         return False
     if input.ndim == 3 and len(input) != 1:
-        return len(input) > 1 and precision.rows_in_registers(input, matrix.mT) is not None
+        return precision.rows_in_registers(input, matrix.mT) is not None
     input, matrix = (each[0] if each.ndim == 3 else each for each in (input, matrix))
     return precision.multiplier(input, matrix.T, may_divide=True) != "cuBLAS"
 

@@ -12,7 +12,8 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LinearSplitConfig, is_transposed, split
+from triton_kernels.float32_split import is_transposed, split
+from triton_kernels.float32_tiles import LinearSplitConfig
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig

@@ -19,7 +19,7 @@ from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from tests.test_nonfinite import check_places
 from triton_kernels import chains
 from triton_kernels.chain import Chain
-from triton_kernels.float32_split import LinearSplitConfig, sections_of
+from triton_kernels.float32_tiles import LinearSplitConfig, sections_of
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.pointwise import ADD

@@ -22,7 +22,8 @@ from tests.triton_kernels.test_chain import CHAINS
 from triton_kernels import activations, arithmetic, chains, column_sums, group_norm, row_minimum, row_minimum_backward
 from triton_kernels.built_in import BUILT_IN
 from triton_kernels.chain import Chain, chain_of
-from triton_kernels.float32_split import LinearSplitConfig, SplitOperand, split
+from triton_kernels.float32_split import SplitOperand, split
+from triton_kernels.float32_tiles import LinearSplitConfig
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
 from triton_kernels.pointwise import ADD, GELU, MUL
 from triton_kernels.versions import VERSION

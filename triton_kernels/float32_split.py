@@ -29,7 +29,6 @@ import triton.language as tl
 
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.linear import LinearConfig
 
 #: ``low`` is stored times this, so that it is about as far from float16's subnormal range as ``high``.
 LOW_SCALE = tl.constexpr(2048.0)
@@ -56,8 +55,6 @@ _FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
 _FEW_ROWS, _LONGEST_WHOLE, _SHARED_BLOCK, _SHARED_BLOCKS = 4096, 512, (32, 128, 4), 2
 #: Into how many parts a row is cut, at most, to find its largest element.
 _MOST_LARGEST = 32
-#: Steps of 64 terms, in which a section of a product pays for being stored. The last one may have fewer.
-_FEWEST_STEPS = 8
 #: What a program adds to a row's balance, so that the last one can tell that it is the last.
 _ARRIVED = tl.constexpr(1 << 40)
 
@@ -71,93 +68,6 @@ class SplitOperand:
     scale: torch.Tensor
 
 
-@dataclass(frozen=True)
-class LinearSplitConfig:
-    """Tiles of ``linear_split_hopper`` for operands of 1 or 2 parts; ``group_m`` as in ``LinearConfig``."""
-
-    parts: int
-    block_m: int = 128
-    #: Terms of a step: 128 bytes of float16, a swizzled row of shared memory.
-    block_k: int = 64
-    group_m: int = 8
-    #: Whether K may be divided among multiprocessors.
-    divides: bool = False
-
-    @property
-    def block_n(self) -> int:
-        """As many columns as the registers of two warpgroups hold: one accumulator for one part, three for two."""
-        return 256 if self.parts == 1 else 128
-
-    @property
-    def stages(self) -> int:
-        """The number of steps in flight, as many as shared memory holds."""
-        return 4 if self.parts == 1 else 3
-
-    @property
-    def epilogue_columns(self) -> int:
-        return self.block_n
-
-    @property
-    def rest(self) -> LinearConfig:
-        """The config for the tiles that are left: the same places and sizes, with a depth of up to 32 that fits shared
-        memory, and stored in halves where they are widest, so that a chain's own tensors fit beside them."""
-        return LinearConfig(
-            self.block_m, self.block_n, 4096 // self.block_n, self.group_m, store_strips=self.block_n // 128
-        )
-
-    def holds_groups_of(self, group_size: int) -> bool:
-        return self.block_n % group_size == 0
-
-
-@dataclass(frozen=True)
-class LinearRegistersConfig:
-    """Tiles of ``linear_registers_hopper``: rows of the input and the weight; ``group_m`` as in ``LinearConfig``."""
-
-    block_m: int
-    #: 64 rows of the weight for each of two warpgroups.
-    block_n: int = 128
-    group_m: int = 8
-    #: Whether results go through shared memory.
-    is_staged: bool = False
-
-    @classmethod
-    def of_rows(cls, M: int) -> "LinearRegistersConfig":
-        return cls(min(max(next_power_of_2(M), 16), 128))
-
-    @property
-    def stages(self) -> int:
-        """The number of steps in flight, as many as shared memory holds."""
-        return {16: 6, 32: 5, 64: 4, 128: 2 if self.is_staged else 3}[self.block_m]
-
-    @property
-    def most_staged_steps(self) -> int:
-        """In so many steps, the results of a tile that is stored through shared memory pay for a stage less."""
-        return 16 if self.block_m == 128 else 64
-
-
-def steps_of_parts(rows: int, K: int, multiprocessors: int) -> int:
-    """Steps of 64 terms in each part of a sum, of weights with so many rows together. They do not depend on the input:
-    parts have at most 2048 terms, and at least 512 unless all have less, so that one tile of the input's rows occupies
-    the GPU."""
-    parts = max(blocks_of(K, 2048), min(multiprocessors // blocks_of(rows, 128), K // 512), 1)
-    return blocks_of(blocks_of(K, 64), parts)
-
-
-def sections_of(tiles: int, steps: int, multiprocessors: int) -> tuple[int, int, int]:
-    """(whole, count, steps): so many tiles are computed whole, and each of the others in so many sections of so many
-    steps.
-
-    The others are what is left when each multiprocessor has had as many tiles as any other. They get as many sections
-    as multiprocessors can take at once, of at least ``_FEWEST_STEPS`` but for the last; none where that is one.
-    """
-    left = tiles % multiprocessors
-    count = min(multiprocessors // left, steps // _FEWEST_STEPS) if left else 1
-    if count < 2:
-        return tiles, 1, steps
-    steps_of_each = blocks_of(steps, count)
-    return tiles - left, blocks_of(steps, steps_of_each), steps_of_each
-
-
 @triton.jit
 def load_block(source, first, row_inside, depths, DEPTH, depth_stride):
     """The block of all rows from depth ``first`` on; zeros outside."""
@@ -166,9 +76,25 @@ def load_block(source, first, row_inside, depths, DEPTH, depth_stride):
 
 
 @triton.jit
+def block_at(base, matrix, rows, depths, row_stride, depth_stride, matrix_stride):
+    """``base``, a pointer or 0, and how far the elements of a block [rows, depths] of a matrix are from there."""
+    return base + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
+
+
+@triton.jit
 def magnitude(value):
     """An integer that grows with the absolute value. Infinity's is above all numbers', NaN's above that."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def largest_of(source, first, end, row_inside, depths, DEPTH, depth_stride):
+    """The greatest ``magnitude`` of each row from depth ``first`` to ``end``, block by block."""
+    greatest = tl.zeros(source.shape, tl.int32)
+    for depth in range(first, end, source.shape[1]):
+        value = load_block(source, depth, row_inside, depths, DEPTH, depth_stride)
+        greatest = tl.maximum(greatest, magnitude(value))
+    return tl.max(greatest, 1)
 
 
 @triton.jit
@@ -256,17 +182,13 @@ def split_kernel(
     rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     row_inside = (rows < ROWS)[:, None]
-    source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
-    target = matrix * split_matrix_stride + rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
+    source = block_at(operand, matrix, rows, depths, row_stride, depth_stride, matrix_stride)
+    target = block_at(0, matrix, rows, depths, split_row_stride, split_depth_stride, split_matrix_stride)
     if WHOLE:
         value = load_block(source, 0, row_inside, depths, DEPTH, depth_stride)
-        greatest = magnitude(value)
+        largest = tl.max(magnitude(value), 1)
     else:
-        greatest = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
-        for first in range(0, DEPTH, BLOCK_DEPTH):
-            value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
-            greatest = tl.maximum(greatest, magnitude(value))
-    largest = tl.max(greatest, 1)
+        largest = largest_of(source, 0, DEPTH, row_inside, depths, DEPTH, depth_stride)
     up, down, is_limited = scales_of(largest)
     balance = tl.zeros((BLOCK_ROWS,), tl.int64)  # negative where a row loses too much
     for first in range(0, DEPTH, BLOCK_DEPTH):
@@ -309,14 +231,12 @@ def largest_kernel(
     part, matrix, rows = share_of_program(ROWS, matrices, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     row_inside = (rows < ROWS)[:, None]
-    source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
-    greatest = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
+    source = block_at(operand, matrix, rows, depths, row_stride, depth_stride, matrix_stride)
     first = part * part_depth
-    for depth in range(first, tl.minimum(first + part_depth, DEPTH), BLOCK_DEPTH):
-        value = load_block(source, depth, row_inside, depths, DEPTH, depth_stride)
-        greatest = tl.maximum(greatest, magnitude(value))
+    end = tl.minimum(first + part_depth, DEPTH)
+    greatest = largest_of(source, first, end, row_inside, depths, DEPTH, depth_stride)
     place, inside = matrix * ROWS + rows, rows < ROWS
-    tl.store(largest + part.to(tl.int64) * matrices * ROWS + place, tl.max(greatest, 1), mask=inside)
+    tl.store(largest + part.to(tl.int64) * matrices * ROWS + place, greatest, mask=inside)
     if part == 0:
         tl.store(balances + place, tl.zeros((BLOCK_ROWS,), tl.int64), mask=inside)
     clear(cleared, CLEARED, BLOCK_DEPTH)
@@ -354,8 +274,8 @@ def split_shared_kernel(
     part, matrix, rows = share_of_program(ROWS, matrices, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     row_inside = (rows < ROWS)[:, None]
-    source = operand + matrix * matrix_stride + rows[:, None] * row_stride + depths[None, :] * depth_stride
-    target = matrix * split_matrix_stride + rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
+    source = block_at(operand, matrix, rows, depths, row_stride, depth_stride, matrix_stride)
+    target = block_at(0, matrix, rows, depths, split_row_stride, split_depth_stride, split_matrix_stride)
     place = matrix * ROWS + rows
     greatest = tl.zeros((BLOCK_ROWS,), tl.int32)
     for each in range(COUNT):

@@ -25,7 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.chain import Chain
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
-from triton_kernels.float32_split import LOW_SCALE, LinearSplitConfig, SplitOperand, sections_of
+from triton_kernels.float32_split import LOW_SCALE, SplitOperand
+from triton_kernels.float32_tiles import LinearSplitConfig, sections_of
 from triton_kernels.grid import blocks_of
 from triton_kernels.grid import indices as triton_indices
 from triton_kernels.hopper_barriers import new_barriers
@@ -197,19 +198,14 @@ def multiply(
         total *= gl.expand_dims(gl.load(input_scale + row + rows, mask=rows < M - row, other=1.0), 1)
         total *= gl.expand_dims(gl.load(weight_scale + column + columns, mask=columns < N - column, other=1.0), 0)
         place = (row, column, M, N)
-        if sections is None:
+        whole, _, _ = shares
+        if sections is not None and item >= whole:
+            place = ((item - whole) * BLOCK_M, 0, (item - whole + 1) * BLOCK_M, BLOCK_N)
+            store_registers(sections, place, total)
+        else:
             chain_epilogue(
                 total, place, output, saved, operands, eps, store_registers, indices, CHAIN, GROUP_SIZE, gl.float32
             )
-        else:
-            whole, _, _ = shares
-            if item < whole:
-                chain_epilogue(
-                    total, place, output, saved, operands, eps, store_registers, indices, CHAIN, GROUP_SIZE, gl.float32
-                )
-            else:
-                place = ((item - whole) * BLOCK_M, 0, (item - whole + 1) * BLOCK_M, BLOCK_N)
-                store_registers(sections, place, total)
 
 
 @gluon.jit(do_not_specialize=["whole", "count", "section_depth"])

@@ -9,15 +9,8 @@ import triton.language as tl
 
 from triton_kernels import float32_split
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import (
-    LOW_SCALE,
-    LinearRegistersConfig,
-    LinearSplitConfig,
-    bounds_of,
-    sections_of,
-    split,
-    steps_of_parts,
-)
+from triton_kernels.float32_split import LOW_SCALE, bounds_of, split
+from triton_kernels.float32_tiles import LinearRegistersConfig, LinearSplitConfig, sections_of, steps_of_parts
 from triton_kernels.grid import blocks_of
 from triton_kernels.linear import LinearConfig, linear
 

@@ -12,7 +12,8 @@ from autotune_configs.offline import compile_launches
 from triton_kernels.activations import SILU
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LinearSplitConfig, SplitOperand
+from triton_kernels.float32_split import SplitOperand
+from triton_kernels.float32_tiles import LinearSplitConfig
 from triton_kernels.image_group_norm import image_group_norm
 from triton_kernels.image_statistics import image_statistics
 from triton_kernels.image_tiles import ImageNormConfig, ImageSumsConfig
