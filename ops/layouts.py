@@ -7,6 +7,7 @@ parameters' gradients among them, operators that are not PyTorch's, views that d
 """
 
 import contextlib
+import itertools
 import operator
 from typing import Any
 
@@ -80,6 +81,7 @@ def hold_apart(graph: Graph) -> None:
     The partitioner keeps what is computed from a value behind an operator that nothing is fused with, and would keep
     the centred image. Inductor makes no such copies.
     """
+    sort(graph)
     for node in graph.nodes:
         if _name(node) != _STATISTICS or (image := node.args[1][0]).meta["val"].dtype != torch.float32:
             continue
@@ -90,6 +92,22 @@ def hold_apart(graph: Graph) -> None:
         for each in later:
             each.replace_input_with(image, copy)
     graph.eliminate_dead_code()
+
+
+def sort(graph: Graph) -> None:
+    """Let each node stand behind what it reads, and else where it stood. Inductor's passes over joint graphs leave this
+    to the one behind them."""
+    order: dict[Node, None] = {}
+    for node in graph.nodes:
+        rest = [node]
+        while rest:
+            missing = [each for each in rest[-1].all_input_nodes if each not in order]
+            rest += missing
+            if not missing:
+                order[rest.pop()] = None
+    for before, node in itertools.pairwise(order):
+        if before.next is not node:
+            before.append(node)
 
 
 def _name(node: Node) -> str:

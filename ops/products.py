@@ -12,7 +12,7 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import is_transposed, split
+from triton_kernels.float32_split import is_transposed, shares_rows, split
 from triton_kernels.float32_tiles import LinearSplitConfig
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
@@ -76,8 +76,14 @@ def product(
     from triton_kernels.linear_split_hopper import linear_split  # loads Gluon
 
     any_rest = torch.empty(1, dtype=torch.int32, device=input.device)
-    do(zero, any_rest)
-    first, second = (split(operand, config.parts, any_rest) for operand in (input, weight))
+    matrices, is_turned = [input, weight], shares_rows(weight) and not shares_rows(input)
+    if is_turned:
+        matrices.reverse()
+    clears = any_rest if shares_rows(matrices[0]) else None
+    if clears is None:
+        do(zero, any_rest)
+    halves = split(matrices[0], config.parts, any_rest, clears=clears), split(matrices[1], config.parts, any_rest)
+    first, second = halves[::-1] if is_turned else halves
     linear_split(first, second, chain, config, operands, **arguments)
     rest = first.scale, second.scale, any_rest
     linear(input, weight, chain, config.rest, operands, rest=rest, **precisely)

@@ -50,11 +50,13 @@ _ALIGNMENT = 8
 _BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
 #: Rows, depth and warps of a program's block where rows are contiguous: of few rows, and of many.
 _FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
-#: Few are so many. Where all matrices together have no more, and beyond this depth, programs share rows: each has so
-#: many blocks of these rows, depth and warps.
-_FEW_ROWS, _LONGEST_WHOLE, _SHARED_BLOCK, _SHARED_BLOCKS = 4096, 512, (32, 128, 4), 2
-#: Into how many parts a row is cut, at most, to find its largest element.
-_MOST_LARGEST = 32
+#: Few are so many. Where all matrices together have no more, and beyond this depth, programs share rows.
+_FEW_ROWS, _LONGEST_WHOLE = 4096, 512
+#: Rows, depth and warps of their blocks, to find rows' largest elements and to split. (Larger ones to split, or two one
+#: behind the other, leave fewer programs at a time: 66 to 89 us for 59 at 3072 x 8192, H200.)
+_LARGEST_BLOCK, _SHARED_BLOCK = (32, 128, 4), (32, 64, 4)
+#: Into how many parts a row is cut, at most, to find its largest element, and their least depth.
+_MOST_LARGEST, _LEAST_LARGEST = 32, 256
 #: What a program adds to a row's balance, so that the last one can tell that it is the last.
 _ARRIVED = tl.constexpr(1 << 40)
 
@@ -203,10 +205,9 @@ def split_kernel(
 
 @triton.jit
 def share_of_program(ROWS, matrices, BLOCK_ROWS: tl.constexpr):
-    """Which part of which rows of which matrix a program has: (part, matrix, rows)."""
-    blocks, program = tl.cdiv(ROWS, BLOCK_ROWS), tl.program_id(0)
-    rows = (program % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    return program // (blocks * matrices), (program // blocks % matrices).to(tl.int64), rows
+    """Which part of which rows of which matrix a program has: (part, matrix, first row), 64-bit integers."""
+    blocks, program = tl.cdiv(ROWS, BLOCK_ROWS), tl.program_id(0).to(tl.int64)
+    return program // (blocks * matrices), program // blocks % matrices, program % blocks * BLOCK_ROWS
 
 
 @triton.jit
@@ -228,7 +229,8 @@ def largest_kernel(
 ):
     """Each program finds the largest elements of a part of BLOCK_ROWS rows."""
     wait_for_launch_before()
-    part, matrix, rows = share_of_program(ROWS, matrices, BLOCK_ROWS)
+    part, matrix, first_row = share_of_program(ROWS, matrices, BLOCK_ROWS)
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
     row_inside = (rows < ROWS)[:, None]
     source = block_at(operand, matrix, rows, depths, row_stride, depth_stride, matrix_stride)
@@ -236,7 +238,7 @@ def largest_kernel(
     end = tl.minimum(first + part_depth, DEPTH)
     greatest = largest_of(source, first, end, row_inside, depths, DEPTH, depth_stride)
     place, inside = matrix * ROWS + rows, rows < ROWS
-    tl.store(largest + part.to(tl.int64) * matrices * ROWS + place, greatest, mask=inside)
+    tl.store(largest + part * matrices * ROWS + place, greatest, mask=inside)
     if part == 0:
         tl.store(balances + place, tl.zeros((BLOCK_ROWS,), tl.int64), mask=inside)
     clear(cleared, CLEARED, BLOCK_DEPTH)
@@ -264,33 +266,34 @@ def split_shared_kernel(
     COUNT,
     MOST_LOST: tl.constexpr,
     MAY_LOSE: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """``split_kernel`` where each program has BLOCKS blocks of BLOCK_ROWS rows. The last one to count what is lost in a
-    row gives it its scale."""
+    """``split_kernel`` where each program has one block of BLOCK_ROWS rows, within which 32-bit integers hold strides.
+    The last one to count what is lost in a row gives it its scale."""
     wait_for_launch_before()
-    part, matrix, rows = share_of_program(ROWS, matrices, BLOCK_ROWS)
-    depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
-    row_inside = (rows < ROWS)[:, None]
-    source = block_at(operand, matrix, rows, depths, row_stride, depth_stride, matrix_stride)
-    target = block_at(0, matrix, rows, depths, split_row_stride, split_depth_stride, split_matrix_stride)
-    place = matrix * ROWS + rows
+    part, matrix, first_row = share_of_program(ROWS, matrices, BLOCK_ROWS)
+    first = part * BLOCK_DEPTH
+    rows, depths = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DEPTH)
+    row_inside = rows < ROWS - first_row
+    inside = row_inside[:, None] & (depths < DEPTH - first)[None, :]
+    corner = operand + matrix * matrix_stride + first_row * row_stride + first * depth_stride
+    value = tl.load(corner + (rows[:, None] * row_stride + depths[None, :] * depth_stride), mask=inside, other=0.0)
+    place = matrix * ROWS + first_row + rows
     greatest = tl.zeros((BLOCK_ROWS,), tl.int32)
     for each in range(COUNT):
-        found = tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=rows < ROWS, other=0)
+        found = tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=row_inside, other=0)
         greatest = tl.maximum(greatest, found)
     up, down, is_limited = scales_of(greatest)
-    kept = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
-    for block in tl.static_range(BLOCKS):
-        first = (part.to(tl.int64) * BLOCKS + block) * BLOCK_DEPTH
-        value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
-        at, inside = target + first * split_depth_stride, row_inside & (depths < DEPTH - first)[None, :]
-        kept += store_parts(value, up, is_limited, high, low, at, inside, MOST_LOST, MAY_LOSE)
-    added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
-    balance = tl.atomic_add(balances + place, added, mask=rows < ROWS) + added - tl.cast(parts, tl.int64) * _ARRIVED
-    store_scale(scale + place, any_rest, greatest, down, balance, (rows < ROWS) & (balance > -(_ARRIVED // 2)))
+    begin = matrix * split_matrix_stride + first_row * split_row_stride + first * split_depth_stride
+    high += begin
+    if low is not None:
+        low += begin
+    target = rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
+    kept = tl.sum(store_parts(value, up, is_limited, high, low, target, inside, MOST_LOST, MAY_LOSE), 1)
+    added = kept.to(tl.int64) + _ARRIVED
+    balance = tl.atomic_add(balances + place, added, mask=row_inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
+    store_scale(scale + place, any_rest, greatest, down, balance, row_inside & (balance > -(_ARRIVED // 2)))
 
 
 @triton.jit
@@ -335,7 +338,7 @@ def split(
     high, low = memory[0], memory[1] if parts == 2 else None
     result = SplitOperand(high, low, scale)
     options: dict[str, Any] = {"MOST_LOST": _MOST_LOST[parts], "MAY_LOSE": may_lose}
-    if by_rows and math.prod(batch) * rows <= _FEW_ROWS and depth > _LONGEST_WHOLE:
+    if shares_rows(operand):
         _split_shared(operand, result, any_rest, clears, options)
         return result
     transposed = _FEW_TRANSPOSED if rows <= _FEW_ROWS else _TRANSPOSED_BLOCK
@@ -376,22 +379,18 @@ def _split_shared(
     clears: torch.Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """By programs that share rows. Where rows are contiguous, few programs can have whole ones. (H200: 25 us for 56 at
-    768 x 8192, 102 for 145 at 3072 x 8192.)"""
+    """By programs that share rows. Where rows are contiguous, few programs can have whole ones. ``clears`` may be
+    ``any_rest``."""
     *batch, rows, depth = operand.shape
     matrices, device = math.prod(batch), operand.device
-    block_rows, block_depth, warps = _SHARED_BLOCK
-    of_each = _SHARED_BLOCKS if rows % 16 == 0 else 1  # registers hold no more addresses of rows less aligned
-    part_depth = blocks_of(blocks_of(depth, _MOST_LARGEST), block_depth) * block_depth
-    part_depth = max(part_depth, _SHARED_BLOCKS * block_depth)
-    count, parts = blocks_of(depth, part_depth), blocks_of(depth, of_each * block_depth)
+    block_rows, block_depth, warps = _LARGEST_BLOCK
+    part_depth = max(blocks_of(blocks_of(depth, _MOST_LARGEST), block_depth) * block_depth, _LEAST_LARGEST)
+    count = blocks_of(depth, part_depth)
     largest = torch.empty(count, matrices * rows, dtype=torch.int32, device=device)
     balances = torch.empty(matrices * rows, dtype=torch.int64, device=device)
-    programs = matrices * blocks_of(rows, block_rows)
-    blocks: dict[str, Any] = {"BLOCK_ROWS": block_rows, "BLOCK_DEPTH": block_depth, "num_warps": warps}
     launch(
         largest_kernel,
-        (programs * count,),
+        (matrices * blocks_of(rows, block_rows) * count,),
         device,
         operand,
         largest,
@@ -403,11 +402,15 @@ def _split_shared(
         *_strides(operand),
         matrices,
         part_depth,
-        **blocks,
+        BLOCK_ROWS=block_rows,
+        BLOCK_DEPTH=block_depth,
+        num_warps=warps,
     )
+    block_rows, block_depth, warps = _SHARED_BLOCK
+    parts = blocks_of(depth, block_depth)
     launch(
         split_shared_kernel,
-        (programs * parts,),
+        (matrices * blocks_of(rows, block_rows) * parts,),
         device,
         operand,
         result.high,
@@ -423,10 +426,19 @@ def _split_shared(
         matrices,
         parts,
         count,
-        BLOCKS=of_each,
+        BLOCK_ROWS=block_rows,
+        BLOCK_DEPTH=block_depth,
+        num_warps=warps,
         **options,
-        **blocks,
     )
+
+
+def shares_rows(operand: torch.Tensor) -> bool:
+    """Whether programs share the operand's rows to split it, after a kernel that finds their largest elements."""
+    *batch, rows, depth = operand.shape
+    block_rows, block_depth, _ = _SHARED_BLOCK
+    is_near = block_rows * operand.stride(-2) + block_depth * operand.stride(-1) < 2**31
+    return is_transposed(operand) and math.prod(batch) * rows <= _FEW_ROWS and depth > _LONGEST_WHOLE and is_near
 
 
 def is_transposed(operand: torch.Tensor) -> bool:

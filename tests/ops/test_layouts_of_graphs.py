@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ops.layouts import hold_apart
 from tests.ops.opened import Opened, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -306,3 +307,17 @@ def test_pads_by_nothing(width):
     convolutions = opened.nodes("aten.convolution_backward.default")
     given = [each.meta["val"] for node in convolutions for each in node.args[:3]]
     assert width or all(each.is_contiguous(memory_format=torch.channels_last) for each in given)
+
+
+def test_a_graph_in_no_order():
+    """As Inductor's own passes leave one."""
+    graph = torch.fx.Graph()
+    first = graph.placeholder("x")
+    second = graph.call_function(torch.ops.aten.sin.default, (first,))
+    third = graph.call_function(torch.ops.aten.cos.default, (second,))
+    other = graph.call_function(torch.ops.aten.exp.default, (first,))
+    graph.output((third, other))
+    third.append(second)
+    hold_apart(graph)
+    graph.lint()
+    assert [node.name for node in graph.nodes] == ["x", "sin_default", "cos_default", "exp_default", "output"]

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from triton_kernels import float32_split
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LOW_SCALE, bounds_of, split
+from triton_kernels.float32_split import LOW_SCALE, bounds_of, shares_rows, split
 from triton_kernels.float32_tiles import LinearRegistersConfig, LinearSplitConfig, sections_of, steps_of_parts
 from triton_kernels.grid import blocks_of
 from triton_kernels.linear import LinearConfig, linear
@@ -267,6 +267,23 @@ def test_few_rows_are_shared(monkeypatch):
         split(matrix(rows, depth, order=order), 2)
     split(torch.empty(1024, 600, 5).mT, 2)
     assert shared == [(2, 513)]
+
+
+@pytest.mark.parametrize("depth_stride, expected", [(2**25 - 32, True), (2**25, False)])
+def test_rows_far_apart_are_not_shared(depth_stride, expected):
+    """32-bit integers hold what lies between the elements of a block."""
+    assert shares_rows(torch.empty_strided((40, 1000), (1, depth_stride), device="meta")) is expected
+
+
+def test_the_flag_is_cleared_before_it_is_set(monkeypatch):
+    """Where programs share rows, by the kernel that finds their largest elements."""
+    monkeypatch.setattr(float32_split, "_LONGEST_WHOLE", 64)
+    for value in 1.0, torch.inf:
+        values = matrix(order="rows")
+        values[3, 3] = value
+        any_rest = torch.full((1,), 7, dtype=torch.int32)
+        split(values, 2, any_rest, clears=any_rest)
+        assert any_rest.item() == (value == torch.inf)
 
 
 @pytest.mark.parametrize(
