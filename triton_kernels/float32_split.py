@@ -52,9 +52,11 @@ _BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
 _FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
 #: Few are so many. Where all matrices together have no more, and beyond this depth, programs share rows.
 _FEW_ROWS, _LONGEST_WHOLE = 4096, 512
-#: Rows, depth and warps of their blocks, to find rows' largest elements and to split. (Larger ones to split, or two one
-#: behind the other, leave fewer programs at a time: 66 to 89 us for 59 at 3072 x 8192, H200.)
-_LARGEST_BLOCK, _SHARED_BLOCK = (32, 128, 4), (32, 64, 4)
+#: Rows, depth and warps of their blocks, to find rows' largest elements and to split.
+_LARGEST_BLOCK, _SHARED_BLOCK = (32, 128, 4), (64, 64, 4)
+#: How many blocks a program splits. (Both kernels take 101 us at 3072 x 8192 and 27 at 768 x 6272. With one block, and
+#: from the first part to the last, they take 112 and 29; H200, nothing of the operand cached.)
+_SHARED_BLOCKS = tl.constexpr(2)
 #: Into how many parts a row is cut, at most, to find its largest element, and their least depth.
 _MOST_LARGEST, _LEAST_LARGEST = 32, 256
 #: What a program adds to a row's balance, so that the last one can tell that it is the last.
@@ -123,13 +125,15 @@ def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
 
 
 @triton.jit
-def store_parts(value, up, is_limited, high, low, place, inside, MOST_LOST: tl.constexpr, MAY_LOSE: tl.constexpr):
-    """Split a block, and store its parts. What its elements add to the balances of their rows: one that loses too much
-    takes away what ``_ONE_LOST_OF`` others add."""
+def store_parts(
+    value, up, is_limited, high, low, begin, place, inside, MOST_LOST: tl.constexpr, MAY_LOSE: tl.constexpr
+):
+    """Split a block, and store its parts at a place from ``begin`` on. What its elements add to the balances of their
+    rows: one that loses too much takes away what ``_ONE_LOST_OF`` others add."""
     high_part, low_part, lost = split_block(value, up, MOST_LOST, low is not None)
-    tl.store(high + place, high_part, mask=inside)
+    tl.store((high + begin) + place, high_part, mask=inside)
     if low is not None:
-        tl.store(low + place, low_part, mask=inside)
+        tl.store((low + begin) + place, low_part, mask=inside)
     added = -_ONE_LOST_OF * lost
     if MAY_LOSE:
         added += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
@@ -198,7 +202,7 @@ def split_kernel(
             value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
         place = target + tl.cast(first, tl.int64) * split_depth_stride
         inside = row_inside & (depths < DEPTH - first)[None, :]
-        balance += tl.sum(store_parts(value, up, is_limited, high, low, place, inside, MOST_LOST, MAY_LOSE), 1)
+        balance += tl.sum(store_parts(value, up, is_limited, high, low, 0, place, inside, MOST_LOST, MAY_LOSE), 1)
     store_scale(scale + matrix * ROWS + rows, any_rest, largest, down, balance, rows < ROWS)
     clear(cleared, CLEARED, BLOCK_DEPTH)
 
@@ -269,29 +273,32 @@ def split_shared_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """``split_kernel`` where each program has one block of BLOCK_ROWS rows, within which 32-bit integers hold strides.
-    The last one to count what is lost in a row gives it its scale."""
+    """``split_kernel`` where each program has _SHARED_BLOCKS blocks of BLOCK_ROWS rows, within which 32-bit integers
+    hold strides. The last one to count what is lost in a row gives it its scale.
+
+    What was read last is split first: that is still cached."""
     wait_for_launch_before()
     part, matrix, first_row = share_of_program(ROWS, matrices, BLOCK_ROWS)
-    first = part * BLOCK_DEPTH
     rows, depths = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DEPTH)
     row_inside = rows < ROWS - first_row
-    inside = row_inside[:, None] & (depths < DEPTH - first)[None, :]
-    corner = operand + matrix * matrix_stride + first_row * row_stride + first * depth_stride
-    value = tl.load(corner + (rows[:, None] * row_stride + depths[None, :] * depth_stride), mask=inside, other=0.0)
     place = matrix * ROWS + first_row + rows
     greatest = tl.zeros((BLOCK_ROWS,), tl.int32)
     for each in range(COUNT):
         found = tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=row_inside, other=0)
         greatest = tl.maximum(greatest, found)
     up, down, is_limited = scales_of(greatest)
-    begin = matrix * split_matrix_stride + first_row * split_row_stride + first * split_depth_stride
-    high += begin
-    if low is not None:
-        low += begin
+    source = rows[:, None] * row_stride + depths[None, :] * depth_stride
     target = rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
-    kept = tl.sum(store_parts(value, up, is_limited, high, low, target, inside, MOST_LOST, MAY_LOSE), 1)
-    added = kept.to(tl.int64) + _ARRIVED
+    operand += matrix * matrix_stride + first_row * row_stride
+    begin = matrix * split_matrix_stride + first_row * split_row_stride
+    kept = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
+    for block in tl.static_range(_SHARED_BLOCKS):
+        first = ((parts - 1 - part) * _SHARED_BLOCKS + block) * BLOCK_DEPTH
+        inside = row_inside[:, None] & (depths < DEPTH - first)[None, :]
+        value = tl.load(operand + first * depth_stride + source, mask=inside, other=0.0)
+        at = begin + first * split_depth_stride
+        kept += store_parts(value, up, is_limited, high, low, at, target, inside, MOST_LOST, MAY_LOSE)
+    added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
     balance = tl.atomic_add(balances + place, added, mask=row_inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
     store_scale(scale + place, any_rest, greatest, down, balance, row_inside & (balance > -(_ARRIVED // 2)))
 
@@ -407,7 +414,7 @@ def _split_shared(
         num_warps=warps,
     )
     block_rows, block_depth, warps = _SHARED_BLOCK
-    parts = blocks_of(depth, block_depth)
+    parts = blocks_of(depth, block_depth * _SHARED_BLOCKS.value)
     launch(
         split_shared_kernel,
         (matrices * blocks_of(rows, block_rows) * parts,),
