@@ -117,7 +117,6 @@ def take_over(graph: Graph) -> None:
     convolutions = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _replace_convolution(node)]
     if taken or convolutions:
         _log.info("%d float32 products as products of float16 parts", len(taken) + len(convolutions))
-        graph.lint()
 
 
 def multiplier_of(node: Node) -> Multiplier:

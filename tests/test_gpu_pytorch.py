@@ -207,6 +207,36 @@ def test_backend(mode, fresh_compiler):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(256, 256) for _ in range(3))
+        self.norm = nn.LayerNorm(256)
+
+    def forward(self, x):
+        q, k, v = (each(x).view(4, 128, 4, 64).transpose(1, 2) for each in (self.query, self.key, self.value))
+        attention = torch.softmax(q @ k.transpose(-2, -1) / 8, -1) @ v
+        return self.norm(x + attention.transpose(1, 2).reshape(x.shape))
+
+
+@by_dtype
+def test_attention_written_out(dtype, fresh_compiler):
+    """In training. Inductor puts PyTorch's attention in its place, and leaves the graph in no order."""
+    torch.manual_seed(0)
+    model, x = Attention().to(DEVICE), torch.randn(4, 128, 256, device=DEVICE, requires_grad=True)
+    weights = torch.randn_like(x)
+    steps = []
+    with torch.compiler.config.patch(force_disable_caches=True):
+        for function in (model, torch.compile(model, backend=normfuse, fullgraph=True)):
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                output = function(x)
+            steps.append([output, *torch.autograd.grad((output * weights).sum(), [x, *model.parameters()])])
+    relative = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for expected, got, name in zip(*steps, ["", "x", *dict(model.named_parameters())], strict=True):
+        if name != "key.bias":  # whose gradient is zero but for rounding
+            assert (got - expected).norm() <= relative * expected.norm(), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("groups", [1, 8])
 def test_bias_of_a_fused_convolution(groups, dtype, fresh_compiler):

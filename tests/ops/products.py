@@ -42,6 +42,7 @@ class Compiler:
         if not self._trains:
             joined_products.join(module.graph)
         float32_products.take_over(module.graph)
+        module.graph.lint()
         module.recompile()
         self.graphs.append([node.target for node in module.graph.nodes if node.op == "call_function"])
         return make_boxed_func(module.forward)
