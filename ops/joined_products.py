@@ -153,7 +153,7 @@ def _source(node: Node) -> Node:
 
 def _matrix_of(node: Node) -> tuple[Node, int]:
     """What tells a matrix: what it is a view of, and its number of columns."""
-    return _source(node), node.meta["val"].shape[-1]
+    return _source(node), _sizes(node)[-1]
 
 
 def _seen_as(term: Node, product: Node) -> Node:
@@ -172,11 +172,15 @@ def _is_turned(matrix: Node) -> bool:
     return matrix.target is aten.permute.default and list(matrix.args[1]) == [1, 0]
 
 
-def _elements(node: Node) -> int:
-    """Their number, in the call that is compiled for."""
+def _sizes(node: Node) -> list[int]:
+    """Those of the call that is compiled for."""
     sizes = as_called(node.meta["val"].shape)
     assert sizes is not None  # as of a product that pays
-    return math.prod(sizes)
+    return sizes
+
+
+def _elements(node: Node) -> int:
+    return math.prod(_sizes(node))
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -184,7 +188,7 @@ def _readers(node: Node) -> Iterator[Node]:
     for user in node.users:
         if user.target in (*_VIEWS, aten.permute.default, aten.transpose.int, aten.expand.default):
             yield from _readers(user)
-        else:
+        elif user.target is not aten.sym_size.int:
             yield user
 
 
@@ -200,8 +204,10 @@ def _adds_alike(node: Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(each, Node) for each in node.args):
         return False
     values = [each.meta.get("val") for each in (node, *node.args)]
-    are_float32 = all(isinstance(each, torch.Tensor) and each.dtype == torch.float32 for each in values)
-    return are_float32 and values[0].shape == values[1].shape == values[2].shape
+    if not all(isinstance(each, torch.Tensor) and each.dtype == torch.float32 for each in values):
+        return False
+    shape, *others = [as_called(each.shape) for each in values]
+    return shape is not None and others == [shape, shape]
 
 
 def _terms(node: Node, seen: set[Node]) -> Iterator[Node]:

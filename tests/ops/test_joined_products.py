@@ -138,6 +138,24 @@ def test_open_sizes(counted):
     assert counted == [(12, 6)]
 
 
+def test_all_sizes_open(counted):
+    """And read from a result."""
+    torch.manual_seed(0)
+
+    def function(x, v, u):
+        y = x @ v
+        return y.view(y.shape[0], -1, 2).sin().view(-1, 16) + (x @ u).cos()
+
+    given = w(48, 16), w(16, 16), w(16, 16)
+    compiled = Compiler(trains=False)(function, fullgraph=True, dynamic=True)
+    for each in given[1:]:
+        torch._dynamo.mark_static(each)
+    for rows in 48, 60:
+        x = w(rows, 16)
+        torch.testing.assert_close(compiled(x, *given[1:]), function(x, *given[1:]), rtol=1e-4, atol=1e-4)
+    assert counted == [(2, 1)]
+
+
 def test_a_checkpoint(counted):
     torch.manual_seed(0)
     layers = nn.ModuleList([Attention(), Attention()])
