@@ -212,10 +212,12 @@ def _adds_alike(node: Node) -> bool:
 
 def _terms(node: Node, seen: set[Node]) -> Iterator[Node]:
     """The terms of a sum. Additions within it are marked as seen."""
-    seen.add(node)
-    for each in node.args:
-        if len(each.users) == 1 and _adds_alike(each):
-            yield from _terms(each, seen)
+    rest = [node]
+    while rest:
+        each = rest.pop()
+        if each is node or (len(each.users) == 1 and _adds_alike(each)):
+            seen.add(each)
+            rest += reversed(each.args)
         else:
             yield each
 

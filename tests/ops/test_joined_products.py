@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from ops import backend, joined_products, precision
@@ -253,6 +254,23 @@ def test_what_is_joined(counted, name):
     torch.testing.assert_close(got, function(*given), rtol=1e-4, atol=1e-4)
     ((_, after),) = counted
     assert after == expected
+
+
+def test_a_sum_of_many_terms(counted):
+    torch.manual_seed(0)
+
+    def function(x, v, u):
+        total = x.sin() @ v
+        for _ in range(1200):
+            total = total + x
+        return total + x.cos() @ u
+
+    given = w(48, 16), w(16, 16), w(16, 16)
+    module = make_fx(function, tracing_mode="fake")(*given)
+    joined_products.join(module.graph)
+    module.recompile()
+    torch.testing.assert_close(module(*given), function(*given), rtol=1e-4, atol=1e-3)
+    assert counted == [(2, 1)]
 
 
 def test_tied_weights_gradients_are_left(counted):
