@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from ops import float32_products, inductor, joined_products, layouts, precision, rewriting
+from ops import float32_products, inductor, layouts, precision, rewriting
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +56,7 @@ def normfuse(
 #: Passes over graphs behind autograd, each behind the name of Inductor's option.
 _PASSES = [("joint_custom_pre_pass", layouts.lay_out), ("joint_custom_post_pass", layouts.hold_apart)]
 if float32_products.IS_ON:
-    _PASSES += [
-        ("joint_custom_post_pass", joined_products.join),
-        ("post_grad_custom_post_pass", float32_products.take_over),
-    ]
+    _PASSES.append(("post_grad_custom_post_pass", float32_products.take_over))
 
 
 def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:

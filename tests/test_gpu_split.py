@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import ops
-from ops import backend, float32_products, precision, products
+from ops import precision, products
 from ops.backend import normfuse
-from ops.matrix_products import PRODUCT
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import L30, L75, L94, LINEAR, LINEAR_CHAINS, Problem, chain_id, with_layout
@@ -270,55 +269,6 @@ def test_products_of_compiled_graphs(layers, caplog):
     with caplog.at_level("INFO", "ops.backend"), torch.compiler.config.patch(force_disable_caches=True):
         check(step(torch.compile(model, backend=normfuse)))
     assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 3
-
-
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (torch.nn.Linear(768, 768) for _ in range(3))
-
-    def forward(self, x):
-        q, k, v = (each(x).view(8, 256, 12, 64).transpose(1, 2) for each in (self.query, self.key, self.value))
-        return (torch.tanh(q @ k.mT / 8) @ v).transpose(1, 2).reshape(x.shape)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_products_that_share_an_operand(monkeypatch):
-    """An attention's three layers: one product forward, one for the input's gradient and one for all weights', with
-    Inductor, and an error of at most its own."""
-    torch.set_float32_matmul_precision("highest")
-    torch.manual_seed(0)
-    called, model = [], Attention().to(DEVICE)
-    take_over = float32_products.take_over
-
-    def observed(graph):
-        take_over(graph)
-        called.extend(node.args[0] for node in graph.nodes if node.target is PRODUCT)
-
-    observed.__module__ = take_over.__module__
-    passes = [(name, observed if each is take_over else each) for name, each in backend._PASSES]
-    monkeypatch.setattr(backend, "_PASSES", passes)
-    x = torch.randn(8, 256, 768, device=DEVICE, requires_grad=True)
-    weights = torch.randn(8, 256, 768, device=DEVICE)
-
-    def step(function, x):
-        output = function(x)
-        gradients = torch.autograd.grad((output * weights).sum(), [x, *model.parameters()])
-        return [each.double() for each in (output, *gradients)]
-
-    with torch.compiler.config.patch(force_disable_caches=True):
-        results = [step(torch.compile(model, backend=each), x) for each in ("inductor", normfuse)]
-    model = model.double()
-    weights = weights.double()
-    exact = step(model, x.detach().double().requires_grad_())
-    for want, theirs, ours in zip(exact, *results, strict=True):
-        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want) + 2 * torch.finfo(torch.float32).eps
-    matrices = [each for each in called if each[0].meta["val"].ndim == 2]
-    assert [tuple(each.meta["val"].shape) for operands in matrices for each in operands] == [
-        *((2048, 768), (768, 2304)),
-        *((2304, 2048), (2048, 768)),
-        *((2048, 2304), (2304, 768)),
-    ]
 
 
 def test_products_of_eager_code(layers):

@@ -1,12 +1,11 @@
 """What multiplies, in graphs behind autograd and in eager code."""
 
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import float32_products, joined_products
+from ops import float32_products
 from ops.matrix_products import PRODUCT
 
 
@@ -23,24 +22,16 @@ class Called(TorchDispatchMode):
 
 
 class Compiler:
-    """Compiles functions as the backend does, but for Inductor, and keeps the targets of their graphs' nodes. Of
-    inference where ``trains`` is false."""
+    """Compiles functions as the backend does, but for Inductor, and keeps the targets of their graphs' nodes."""
 
-    def __init__(self, trains=True, **options):
-        self.graphs, self._trains, self._options = [], trains, options
+    def __init__(self, **options):
+        self.graphs, self._options = [], options
 
     def __call__(self, function, **options):
-        table = select_decomp_table()
-        backend = aot_autograd(fw_compiler=self._compile, partition_fn=self._partition, decompositions=table)
+        backend = aot_autograd(fw_compiler=self._compile)
         return torch.compile(function, backend=backend, **self._options, **options)
 
-    def _partition(self, module, inputs, **options):
-        joined_products.join(module.graph)
-        return min_cut_rematerialization_partition(module, inputs, **options)
-
     def _compile(self, module, inputs):
-        if not self._trains:
-            joined_products.join(module.graph)
         float32_products.take_over(module.graph)
         module.graph.lint()
         module.recompile()
