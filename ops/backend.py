@@ -48,15 +48,17 @@ def normfuse(
     _log.info("%d chains in a graph of %d nodes", len(found), len(module.graph.nodes))
     for each in found:
         _log.info("%s%s, in the place of %s", "open " if each.is_open else "", each.chain, ", ".join(each.nodes))
-    for name, change in _PASSES:
+    for name, change in _PASSES.items():
         given[name] = _behind(given.get(name), name, change)
     return torch._inductor.compile(module, list(example_inputs), options=given)
 
 
-#: Passes over graphs behind autograd, each behind the name of Inductor's option.
-_PASSES = [("joint_custom_pre_pass", layouts.lay_out), ("joint_custom_post_pass", layouts.hold_apart)]
-if float32_products.IS_ON:
-    _PASSES.append(("post_grad_custom_post_pass", float32_products.take_over))
+#: By the name of Inductor's option a pass over graphs behind autograd.
+_PASSES = {
+    "joint_custom_pre_pass": layouts.lay_out,
+    "joint_custom_post_pass": layouts.hold_apart,
+    **({"post_grad_custom_post_pass": float32_products.take_over} if float32_products.IS_ON else {}),
+}
 
 
 def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:

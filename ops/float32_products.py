@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.inductor import as_called
 from ops.layouts import call_like
-from ops.matrix_products import PRODUCT, are_plain, multiplier
-from ops.precision import Multiplier
+from ops.matrix_products import PRODUCT, are_plain, pays
 
 aten = torch.ops.aten
 
@@ -74,7 +73,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         given = options or {}
         if function in _PRODUCTS:
-            if IS_ON and not given and _is_valid(function, arguments) and _multiplier(arguments) != "cuBLAS":
+            if IS_ON and not given and _is_valid(function, arguments) and _pays(arguments):
                 return PRODUCT(_in_order(arguments))
         elif function in _CONVOLUTIONS:
             if IS_ON and not given and _are_images(function, arguments):
@@ -111,7 +110,7 @@ def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
 
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
-    taken = [node for node in graph.nodes if multiplier_of(node) != "cuBLAS"]
+    taken = [node for node in graph.nodes if node.target in _PRODUCTS and _is_faster(node)]
     for node in taken:
         _replace(node)
     convolutions = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _replace_convolution(node)]
@@ -119,19 +118,18 @@ def take_over(graph: Graph) -> None:
         _log.info("%d float32 products as products of float16 parts", len(taken) + len(convolutions))
 
 
-def multiplier_of(node: Node) -> Multiplier:
-    """What multiplies, where a node is a float32 product for which our kernels are faster; else cuBLAS."""
+def _is_faster(node: Node) -> bool:
     values = [each.meta.get("val") for each in (*node.args, node) if isinstance(each, Node)]
-    if node.target not in _PRODUCTS or len(values) <= len(node.args) or node.kwargs:
-        return "cuBLAS"  # beta and alpha, or another dtype for the result
+    if len(values) <= len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
+        return False
     if not all(isinstance(each, torch.Tensor) for each in values):
-        return "cuBLAS"  # as yet unknown, behind another's pass
+        return False  # as yet unknown, behind another's pass
     operands: list[Any] = values[:-1]
     # An open size is taken as it is in the call that is compiled. Each call decides for itself again. But PyTorch may
     # repeat a bias.
     is_decided = len(operands) == 2 or all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
     as_called = [_as_called(each) for each in operands] if is_decided else [None]
-    return _multiplier(as_called) if all(each is not None for each in as_called) else "cuBLAS"
+    return all(each is not None for each in as_called) and _pays(as_called)
 
 
 def _as_called(tensor: Any) -> torch.Tensor | None:
@@ -147,10 +145,9 @@ def _as_called(tensor: Any) -> torch.Tensor | None:
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
-def _multiplier(operands: Sequence[Any]) -> Multiplier:
+def _pays(operands: Sequence[Any]) -> bool:
     *bias, _, matrix = operands
-    is_one = all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
-    return multiplier(_in_order(operands)) if is_one else "cuBLAS"
+    return all(tuple(each.shape) == (matrix.shape[1],) for each in bias) and pays(_in_order(operands))
 
 
 def _in_order(operands: Sequence[Any]) -> list[Any]:

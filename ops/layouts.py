@@ -81,7 +81,7 @@ def hold_apart(graph: Graph) -> None:
     The partitioner keeps what is computed from a value behind an operator that nothing is fused with, and would keep
     the centred image. Inductor makes no such copies.
     """
-    sort(graph)
+    _sort(graph)
     for node in graph.nodes:
         if _name(node) != _STATISTICS or (image := node.args[1][0]).meta["val"].dtype != torch.float32:
             continue
@@ -94,7 +94,7 @@ def hold_apart(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def sort(graph: Graph) -> None:
+def _sort(graph: Graph) -> None:
     """Let each node stand behind what it reads, and else where it stood. Inductor's passes over joint graphs leave this
     to the one behind them."""
     order: dict[Node, None] = {}

@@ -56,21 +56,16 @@ def _is_exact(input: Any) -> bool:
     return not precision.why_no_kernels(input) and precision.is_exact(input)
 
 
-def multiplier(operands: Sequence[Any]) -> precision.Multiplier:
-    """What multiplies these, as ``PRODUCT`` takes them: cuBLAS unless it is a float32 product on Hopper for which that
-    takes longer. Fake tensors do."""
+def pays(operands: Sequence[Any]) -> bool:
+    """Whether these, as ``PRODUCT`` takes them, are of a float32 product on Hopper for which cuBLAS takes longer. Fake
+    tensors do."""
     input, matrix = operands[:2]
     if not _is_exact(input):
-        return "cuBLAS"
+        return False
     if input.ndim == 3 and len(input) != 1:
-        return "cuBLAS" if precision.rows_in_registers(input, matrix.mT) is None else "registers"
+        return precision.rows_in_registers(input, matrix.mT) is not None
     input, matrix = (each[0] if each.ndim == 3 else each for each in (input, matrix))
-    return precision.multiplier(input, matrix.T, may_divide=True)
-
-
-def pays(operands: Sequence[Any]) -> bool:
-    """Whether kernels multiply these faster than cuBLAS."""
-    return multiplier(operands) != "cuBLAS"
+    return precision.multiplier(input, matrix.T, may_divide=True) != "cuBLAS"
 
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> None:

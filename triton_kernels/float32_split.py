@@ -332,7 +332,8 @@ def split(
     """Split a float32 matrix [rows, depth], or a batch of them [B, rows, depth], of any strides, into 1 or 2 parts.
 
     ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise. Unless it ``may_lose``,
-    a row gets none where a single element loses too much. ``clears`` (int32) is set to 0, for the kernel behind.
+    a row gets none where a single element loses too much. ``clears`` (int32) is set to 0, for the kernel behind;
+    where programs share rows (``shares_rows``) it may be ``any_rest``, which then needs no value before.
     """
     *batch, rows, depth = operand.shape
     by_rows = is_transposed(operand)
@@ -386,8 +387,7 @@ def _split_shared(
     clears: torch.Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """By programs that share rows. Where rows are contiguous, few programs can have whole ones. ``clears`` may be
-    ``any_rest``."""
+    """By programs that share rows. Where rows are contiguous, few programs can have whole ones."""
     *batch, rows, depth = operand.shape
     matrices, device = math.prod(batch), operand.device
     block_rows, block_depth, warps = _LARGEST_BLOCK
