@@ -156,8 +156,8 @@ class Linear(Contraction):
             z = products.affine(input, weight, biases, output.shape)
             statistics = passes.forward(call, others, self._volume(call, z), self._volume(call, output))
             return [output, z, *statistics] if training else [output]
-        targets = {"output": rows_of(output), "saved": rows_of(kept[0]) if training else None}
-        options = {"eps": call.eps, "group_size": group_size}
+        targets: dict[str, Any] = {"output": rows_of(output), "saved": rows_of(kept[0]) if training else None}
+        options: dict[str, Any] = {"eps": call.eps, "group_size": group_size}
         products.product(input, weight, call.chain, config, given.operands, **options, **targets)
         return [output, *kept]
 

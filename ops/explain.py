@@ -24,12 +24,12 @@ from ops.plan import Plan
 from triton_kernels.chain import Chain
 
 
-def _chain(text: str) -> str:
+def _chain(text: str, *_: Any) -> str:
     return parse(text).text
 
 
-#: By operator: what makes a title of its first argument, the call's direction, and what finds its plan.
-_PLANS: dict[Any, tuple[Callable[[Any], str], str, Callable[..., Plan]]] = {
+#: By operator: what makes a title of its arguments, the call's direction, and what finds its plan.
+_PLANS: dict[Any, tuple[Callable[..., str], str, Callable[..., Plan]]] = {
     getattr(operator, overload): (_chain, direction, plan_of)
     for operator, direction, plan_of in (
         (operators.FORWARD, "forward", operators.forward_plan),
@@ -40,6 +40,11 @@ _PLANS: dict[Any, tuple[Callable[[Any], str], str, Callable[..., Plan]]] = {
     torch.ops.normfuse.statistics.default: (_chain, "statistics", open_norms.statistics_plan),
     torch.ops.normfuse.sums.default: (_chain, "sums", open_norms.sums_plan),
     matrix_products.PRODUCT: (matrix_products.title, "product", matrix_products.plan_of),
+    matrix_products.PRODUCTS_OF_ONE: (
+        matrix_products.title_of_one_matrix,
+        "product",
+        matrix_products.plan_of_one_matrix,
+    ),
     torch.ops.normfuse.max_pool_backward.default: (pooling.title, "gradient", pooling.backward_plan),
 }
 
@@ -180,7 +185,7 @@ class _Watch(TorchDispatchMode):
             plan = make_plan(*args)
             if self._keeps:
                 self._given[len(self.calls)] = plan, args
-            self.calls.append(_explained(title(args[0]), direction, plan, tensors_in(args)[0].device))
+            self.calls.append(_explained(title(*args), direction, plan, tensors_in(args)[0].device))
         return result
 
     def measure(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ops import paired_products, precision
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.inductor import as_called
 from ops.layouts import call_like
@@ -111,25 +112,40 @@ def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
     taken = [node for node in graph.nodes if node.target in _PRODUCTS and _is_faster(node)]
+    paired = paired_products.pair([node for node in taken if _is_split(node)])
     for node in taken:
-        _replace(node)
+        if node not in paired:
+            _replace(node)
     convolutions = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _replace_convolution(node)]
     if taken or convolutions:
         _log.info("%d float32 products as products of float16 parts", len(taken) + len(convolutions))
 
 
+def _is_split(node: Node) -> bool:
+    """Whether the kernel of split operands makes a product, which has no bias."""
+    operands = _operands(node) if node.target is aten.mm.default else None
+    return operands is not None and precision.multiplier(operands[0], operands[1].T, may_divide=True) == "kernel"
+
+
 def _is_faster(node: Node) -> bool:
+    operands = _operands(node)
+    return operands is not None and _pays(operands)
+
+
+def _operands(node: Node) -> list[torch.Tensor] | None:
+    """Those of a product with the sizes of the call that is compiled; None where they are unknown, or it has more
+    arguments."""
     values = [each.meta.get("val") for each in (*node.args, node) if isinstance(each, Node)]
     if len(values) <= len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
-        return False
+        return None
     if not all(isinstance(each, torch.Tensor) for each in values):
-        return False  # as yet unknown, behind another's pass
+        return None  # as yet unknown, behind another's pass
     operands: list[Any] = values[:-1]
     # An open size is taken as it is in the call that is compiled. Each call decides for itself again. But PyTorch may
     # repeat a bias.
     is_decided = len(operands) == 2 or all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
-    as_called = [_as_called(each) for each in operands] if is_decided else [None]
-    return all(each is not None for each in as_called) and _pays(as_called)
+    as_called = [each for each in map(_as_called, operands if is_decided else ()) if each is not None]
+    return as_called if len(as_called) == len(operands) else None
 
 
 def _as_called(tensor: Any) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ops.calls import Call, parse
-from ops.matrix_products import PRODUCT
+from ops.matrix_products import PRODUCT, operands_of_one_matrix
 from ops.operators import BACKWARD, FORWARD, read_specs, spread
 
 Tensor = torch.Tensor
@@ -49,6 +49,6 @@ def _of_backward(text: str, wanted: str, gradient: Tensor, tensors: list[Tensor]
 
 
 @register_flop_formula(PRODUCT.overloadpacket, get_raw=True)
-def _of_product(operands: list[Tensor], *, out_val: Any = None) -> int:
-    input, matrix = operands[:2]
-    return 2 * input.numel() * matrix.shape[-1]
+def _of_product(*arguments: Any, out_val: Any = None) -> int:
+    pairs = arguments if len(arguments) == 1 else operands_of_one_matrix(*arguments)
+    return sum(2 * input.numel() * matrix.shape[-1] for input, matrix, *_ in pairs)

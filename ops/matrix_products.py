@@ -8,6 +8,7 @@ In float32, at PyTorch's precision "highest", Hopper's tensor cores multiply ope
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,44 @@ def _empty(operands: list[Tensor]) -> list[Tensor]:
     return [input.new_empty(*input.shape[:-1], matrix.shape[-1])]
 
 
+def plan_of_one_matrix(places: str, matrix: Tensor, others: list[Tensor]) -> Plan:
+    """Of products of one matrix with others: ``products.of_one_matrix``'s places, with commas between."""
+    key = places, plans.settings(matrix), *operators.layouts_of([matrix, *others])
+    return _plans.get(key) or _plans.add(key, plans.made([matrix, *others], partial(_multiply_one_matrix, places)))
+
+
+def _multiply_one_matrix(places: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    matrix, *others = tensors
+    shapes = [(a.shape[0], b.shape[1]) for a, b in operands_of_one_matrix(places, matrix, others)]
+    return products.of_one_matrix(matrix, list(zip(others, places.split(","), shapes, strict=True)))
+
+
+def operands_of_one_matrix(places: str, matrix: Tensor, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Of each product, as PyTorch takes them."""
+    return [products.placed(matrix, *each) for each in zip(others, places.split(","), strict=True)]
+
+
+def _empty_of_one_matrix(places: str, matrix: Tensor, others: list[Tensor]) -> list[Tensor]:
+    return [matrix.new_empty(a.shape[0], b.shape[1]) for a, b in operands_of_one_matrix(places, matrix, others)]
+
+
 def title(operands: Sequence[Tensor]) -> str:
     """What ``explain`` calls the product."""
     return " @ ".join(" x ".join(map(str, each.shape)) for each in operands[:2])
 
 
+def title_of_one_matrix(places: str, matrix: Tensor, others: Sequence[Tensor]) -> str:
+    return ", ".join(map(title, operands_of_one_matrix(places, matrix, others)))
+
+
 operators.define("product", "(Tensor[] operands) -> Tensor", plan_of, _empty)
-PRODUCT = torch.ops.normfuse.product.default
+operators.define(
+    "product.of_one_matrix",
+    "(str places, Tensor matrix, Tensor[] others) -> Tensor[]",
+    plan_of_one_matrix,
+    _empty_of_one_matrix,
+)
+PRODUCT, PRODUCTS_OF_ONE = torch.ops.normfuse.product.default, torch.ops.normfuse.product.of_one_matrix
 
 
 def _is_exact(input: Any) -> bool:

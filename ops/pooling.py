@@ -153,7 +153,7 @@ def _read(words: str) -> list[PooledAxis]:
     return [PooledAxis(*row) for row in ast.literal_eval(rows)]
 
 
-def title(words: str) -> str:
+def title(words: str, *_: Any) -> str:
     """What PyTorch calls a pooling that the operator ``max_pool_backward`` is given in words."""
     return f"max_pool{len(_read(words))}d"
 

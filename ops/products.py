@@ -1,6 +1,7 @@
 """Matrix products of chains, as steps of plans: by the project's kernel or by cuBLAS, and how float32 is split."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -12,8 +13,10 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import is_transposed, shares_rows, split
+from triton_kernels.float32_block_split import BlockSplit, split_blocks
+from triton_kernels.float32_split import SplitOperand, is_transposed, split
 from triton_kernels.float32_tiles import LinearSplitConfig
+from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
 from triton_kernels.image_tiles import ImageNormConfig
@@ -21,6 +24,8 @@ from triton_kernels.launch import call as do
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
 
 Config = LinearConfig | LinearSplitConfig
+#: A product, and perhaps a bias.
+_BARE = Chain(LINEAR.contraction, norm="")
 
 
 def product_config(
@@ -37,7 +42,8 @@ def product_config(
     Where the chain normalises groups of ``group_size`` columns, ask ``holds_groups_of`` whether a tile holds them.
     """
     if input.dtype == torch.float32 and runs_hopper_kernels(input.device):
-        return LinearSplitConfig(precision.float32_parts(), divides=may_divide and is_transposed(input))
+        parts, divides = precision.float32_parts(), may_divide and is_transposed(input)
+        return LinearSplitConfig(parts, divides=divides, in_blocks=divides and parts == 2)
     (M, K), N = input.shape, weight.shape[0]
     return linear_config(chain.kernel, input.dtype, M, N, K, group_size, input.device, result)
 
@@ -62,12 +68,19 @@ def fused_config(
 
 
 def product(
-    input: torch.Tensor, weight: torch.Tensor, chain: Chain, config: Config, operands: Sequence[Any], **arguments
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    chain: Chain,
+    config: Config,
+    operands: Sequence[Any],
+    *,
+    halves: Sequence[BlockSplit | None] = (None, None),
+    **arguments: Any,
 ) -> None:
     """The chain of input [M, K] @ weight [N, K].T; ``arguments`` are ``linear``'s.
 
-    Where ``config`` says so, float32 operands are split into float16 ones. Tiles with values that float16 cannot hold
-    are computed again, as three TF32 products.
+    Where ``config`` says so, float32 operands are split into float16 ones, unless one is given so in ``halves``. Tiles
+    with values that float16 cannot hold are computed again, as three TF32 products.
     """
     precisely = {"input_precision": FLOAT32_INPUT_PRECISION} | arguments
     if isinstance(config, LinearConfig):
@@ -75,18 +88,18 @@ def product(
         return
     from triton_kernels.linear_split_hopper import linear_split  # loads Gluon
 
-    any_rest = torch.empty(1, dtype=torch.int32, device=input.device)
-    matrices, is_turned = [input, weight], shares_rows(weight) and not shares_rows(input)
-    if is_turned:
-        matrices.reverse()
-    clears = any_rest if shares_rows(matrices[0]) else None
-    if clears is None:
-        do(zero, any_rest)
-    halves = split(matrices[0], config.parts, any_rest, clears=clears), split(matrices[1], config.parts, any_rest)
-    first, second = halves[::-1] if is_turned else halves
-    linear_split(first, second, chain, config, operands, **arguments)
-    rest = first.scale, second.scale, any_rest
-    linear(input, weight, chain, config.rest, operands, rest=rest, **precisely)
+    (M, _), N = input.shape, weight.shape[0]
+    tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
+    left = torch.empty(tiles, dtype=torch.int32, device=input.device)
+    first, second = halves
+    second = second or _split(weight, config, left)
+    first = first or _split(input, config, left)
+    linear_split(first, second, chain, config, operands, left=left, **arguments)
+    linear(input, weight, chain, config.rest, operands, left=left, **precisely)
+
+
+def _split(operand: torch.Tensor, config: LinearSplitConfig, clears: torch.Tensor) -> SplitOperand | BlockSplit:
+    return split_blocks(operand, clears) if config.in_blocks else split(operand, config.parts, clears=clears)
 
 
 def _depth_contiguous(matrix: torch.Tensor) -> torch.Tensor:
@@ -122,7 +135,7 @@ def affine(
         by = precision.multiplier(input, weight, *biases, may_divide=may_divide)
     if by == "kernel":
         output = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
-        chain = Chain(LINEAR.contraction, LINEAR.steps * (len(given) - 1), norm="")
+        chain = replace(_BARE, before=LINEAR.steps * (len(given) - 1))
         config = product_config(LINEAR, input, weight, result=output.dtype, may_divide=may_divide)
         product(input, weight, chain, config, given, output=rows_of(output))
         return output
@@ -190,11 +203,45 @@ def gradients(
     z_gradient: torch.Tensor, given: Arguments, wanted: Arguments
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Those of a linear layer's input and weight, from the one at its result; each is None where not wanted."""
-    rows, input, weight = rows_of(z_gradient), given.input, given.weight
-    return (
-        multiply(rows, weight, (*z_gradient.shape[:-1], weight.shape[1])) if wanted.input else None,
-        multiply(rows.T, rows_of(input), (rows.shape[1], input.shape[-1])) if wanted.weight else None,
-    )
+    rows, products = rows_of(z_gradient), []
+    if wanted.input:
+        products.append((given.weight, "first", (*z_gradient.shape[:-1], given.weight.shape[1])))
+    if wanted.weight:
+        products.append((rows_of(given.input), "first.T", (rows.shape[1], given.input.shape[-1])))
+    results = iter(of_one_matrix(rows, products))
+    return next(results) if wanted.input else None, next(results) if wanted.weight else None
+
+
+def of_one_matrix(
+    matrix: torch.Tensor, products: Sequence[tuple[torch.Tensor, str, Sequence[int]]]
+) -> list[torch.Tensor]:
+    """Products, in the backward pass, of a matrix: with another, and in a shape. It is their "first" operand, or
+    "second", or transposed: "first.T", "second.T". Where kernels make several in float32, it is split once."""
+    operands = [placed(matrix, other, place) for other, place, _ in products]
+    if len(products) == 1 or not all(_takes_blocks(a, b) for a, b in operands):
+        return [multiply(a, b, shape) for (a, b), (_, _, shape) in zip(operands, products, strict=True)]
+    halves, results = split_blocks(matrix), []
+    for (a, b), (_, place, shape) in zip(operands, products, strict=True):
+        turned = halves.T if place.endswith(".T") else halves
+        given = (turned, None) if place.startswith("first") else (None, turned.T)
+        config = LinearSplitConfig(2, divides=is_transposed(a), in_blocks=True)
+        results.append(torch.empty(shape, dtype=a.dtype, device=a.device))
+        product(a, b.T, _BARE, config, [None], halves=given, output=rows_of(results[-1]))
+    return results
+
+
+def placed(matrix: torch.Tensor, other: torch.Tensor, place: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A product's operands [M, K] and [K, N], of which a matrix is one, as ``of_one_matrix`` says."""
+    matrix = matrix.T if place.endswith(".T") else matrix
+    return (matrix, other) if place.startswith("first") else (other, matrix)
+
+
+def _takes_blocks(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the kernel computes a @ b in the backward pass, of two parts."""
+    if a.dtype != torch.float32 or a.shape[1] == 0 or precision.multiplier(a, b.T, may_divide=True) != "kernel":
+        return False
+    config = product_config(LINEAR, a, b.T)
+    return isinstance(config, LinearSplitConfig) and config.parts == 2
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

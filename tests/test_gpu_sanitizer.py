@@ -55,6 +55,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 #: Kernels that run on some GPUs alone, as their names begin.
 HOPPER = (
     "float32_split.",
+    "float32_block_split.",
     "linear_split_hopper.",
     "linear_registers_hopper.",
     "linear_registers_finish.",

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import ops
-from ops import precision, products
+from ops import paired_products, precision, products
 from ops.backend import normfuse
+from ops.matrix_products import PRODUCTS_OF_ONE, operands_of_one_matrix
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import L30, L75, L94, LINEAR, LINEAR_CHAINS, Problem, chain_id, with_layout
@@ -37,7 +38,7 @@ pytestmark = [
 #: norm(result - exact) / norm(exact), by parts: float32's, and TF32's.
 TOLERANCES = {1: 5e-4, 2: 5e-7}
 ORDERS = ("depth", "rows", "strided")
-by_parts = pytest.mark.parametrize("parts", [1, 2])
+by_scales = pytest.mark.parametrize("parts, in_blocks", [(1, False), (2, False), (2, True)], ids=["1", "2", "blocks"])
 
 
 def operand(rows, depth, order, seed):
@@ -49,9 +50,9 @@ def operand(rows, depth, order, seed):
     return torch.randn(rows, depth, generator=generator, device=DEVICE)
 
 
-def product(input, weight, parts, bias=None, divides=False):
+def product(input, weight, parts, bias=None, divides=False, in_blocks=False):
     output = torch.empty(input.shape[0], weight.shape[0], device=DEVICE)
-    config = LinearSplitConfig(parts, divides=divides)
+    config = LinearSplitConfig(parts, divides=divides, in_blocks=in_blocks)
     products.product(input, weight, chains.LINEAR, config, (bias,), output=output)
     return output
 
@@ -60,34 +61,34 @@ def relative_error(result, exact):
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
-@by_parts
+@by_scales
 @pytest.mark.parametrize(
     "orders", [("depth", "depth"), ("depth", "rows"), ("rows", "rows"), ("strided", "rows")], ids=str
 )
 @pytest.mark.parametrize("size", [(128, 256, 64), (257, 301, 131), (1, 1, 1), (5, 130, 1000)], ids=str)
-def test_small_products(size, orders, parts):
+def test_small_products(size, orders, parts, in_blocks):
     """Whole tiles, and sizes that are multiples of nothing; operands in every order of the three products."""
     rows, columns, depth = size
     input, weight = operand(rows, depth, orders[0], 0), operand(columns, depth, orders[1], 1)
     bias = torch.randn(columns, device=DEVICE)
     exact = input.double() @ weight.double().T + bias.double()
     size = (input.double().abs() @ weight.double().abs().T).norm() + bias.double().norm()
-    result = product(input, weight, parts, bias)
+    result = product(input, weight, parts, bias, in_blocks=in_blocks)
     assert (result.double() - exact).norm() <= TOLERANCES[parts] * size
 
 
-@by_parts
+@by_scales
 @pytest.mark.parametrize("value", [1.0, torch.nan, 2.0**100])
 @pytest.mark.parametrize("size", [(1, 1, 1024), (257, 301, 5000), (2000, 2250, 1100)], ids=str)
-def test_small_products_of_sections(size, value, parts):
+def test_small_products_of_sections(size, value, parts, in_blocks):
     """As a weight's gradient: multiprocessors share what is left, or all tiles. A row and a column are left."""
     rows, columns, depth = size
-    assert sections_of(blocks_of(rows, 128) * blocks_of(columns, 384 - 128 * parts), blocks_of(depth, 64), 132)[1] > 1
+    assert sections_of(blocks_of(rows, 128) * blocks_of(columns, 384 - 128 * parts), depth, 132, 64)[1] > 1
     input, weight = operand(rows, depth, "rows", 0), operand(columns, depth, "rows", 1)
     input[rows // 2, 3], weight[columns // 2, 9] = value, value
     bias = torch.randn(columns, device=DEVICE)
     exact = input.double() @ weight.double().T + bias.double()
-    result, again = (product(input, weight, parts, bias, divides=True) for _ in range(2))
+    result, again = (product(input, weight, parts, bias, divides=True, in_blocks=in_blocks) for _ in range(2))
     torch.testing.assert_close(result, again, rtol=0, atol=0, equal_nan=True)
     if value == 1.0:
         assert relative_error(result, exact) <= TOLERANCES[parts]
@@ -100,13 +101,13 @@ def test_small_products_of_sections(size, value, parts):
         assert relative_error(result, exact) <= TOLERANCES[parts]
 
 
-@by_parts
-def test_small_epilogues(parts):
+@by_scales
+def test_small_epilogues(parts, in_blocks):
     """Group norm in registers, what is saved for the backward pass, and the minimum of each row."""
     rows, depth, columns, size = 150, 200, 400, 16
     input, weight = operand(rows, depth, "depth", 0), operand(columns, depth, "depth", 1)
     vectors = tuple(torch.randn(columns, device=DEVICE) for _ in range(4))
-    config, options = LinearSplitConfig(parts), {"eps": 1e-5, "group_size": size}
+    config, options = LinearSplitConfig(parts, in_blocks=in_blocks), {"eps": 1e-5, "group_size": size}
     exact = input.double() @ weight.double().T + vectors[0].double() + vectors[1].double()
     affine = [vector.double() for vector in vectors[2:]]
     output, saved = torch.empty(2, rows, columns, device=DEVICE)
@@ -126,14 +127,14 @@ def test_small_epilogues(parts):
     assert relative_error(minimum[0], exact_minimum) <= 4 * TOLERANCES[parts]
 
 
-@by_parts
+@by_scales
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0**100])
-def test_small_rows_that_are_left(value, parts):
+def test_small_rows_that_are_left(value, parts, in_blocks):
     """A row and a column that parts cannot hold: these come from the other kernel, beside what does not."""
     input, weight = operand(300, 200, "depth", 0), operand(520, 200, "rows", 1)
     input[140, 3], weight[270, 9] = value, value
     expected = input.double() @ weight.double().T
-    result = product(input, weight, parts)
+    result = product(input, weight, parts, in_blocks=in_blocks)
     finite = expected.isfinite()
     assert torch.equal(result.isfinite(), finite & (expected.abs() < torch.finfo(torch.float32).max))
     finite[140], finite[:, 270] = False, False
@@ -166,16 +167,36 @@ def data(kind, rows, depth, seed):
 
 
 @pytest.mark.parametrize("kind", ["normal", "positive", "wide", "rows", "spike", "holes", "dead"])
-def test_every_element_is_as_good_as_the_librarys(kind):
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_every_element_is_as_good_as_the_librarys(in_blocks, kind):
     """At the target size, max |error| / (|input| @ |weight|.T), which forgives no element for what the others are."""
     torch.set_float32_matmul_precision("highest")
     input, weight = data(kind, 1024, 8192, 0), data(kind, 8192, 8192, 1)
     exact = input.double() @ weight.double().T
     size = input.double().abs() @ weight.double().abs().T
-    ours, library = product(input, weight, 2), torch.mm(input, weight.T)
+    ours, library = product(input, weight, 2, in_blocks=in_blocks), torch.mm(input, weight.T)
     worst, librarys_worst = (((result.double() - exact).abs() / size).max().item() for result in (ours, library))
     assert worst <= librarys_worst
     assert relative_error(ours, exact) <= relative_error(library, exact)
+
+
+@pytest.mark.parametrize("places", ["first,first.T", "second,first", "second.T,first.T", "first.T,second.T,first"])
+@pytest.mark.parametrize("value", [1.0, torch.nan])
+def test_products_of_one_matrix(value, places):
+    """Are those of each alone: the values of rows that are left, too."""
+    matrix, n = operand(1000, 1024, "depth", 0), 900
+    matrix[300, 400] = value
+    others = [
+        operand(*((matrix.shape[place in ("first", "second.T")], n)[:: -1 if "second" in place else 1]), "depth", seed)
+        for seed, place in enumerate(places.split(","), 1)
+    ]
+    results = PRODUCTS_OF_ONE(places, matrix, others)
+    for (a, b), result in zip(operands_of_one_matrix(places, matrix, others), results, strict=True):
+        assert precision.multiplier(a, b.T, may_divide=True) == "kernel"
+        exact = a.double() @ b.double()
+        known = exact.isfinite()
+        assert torch.equal(result.isfinite(), known)
+        assert relative_error(result[known], exact[known]) <= TOLERANCES[2]
 
 
 @pytest.mark.parametrize("kind", ["normal", "positive"])
@@ -262,13 +283,16 @@ def layers():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_products_of_compiled_graphs(layers, caplog):
+def test_products_of_compiled_graphs(layers, caplog, monkeypatch):
     """Forward and backward, with Inductor: at most cuBLAS's error, and a call in the place of each product. The first
-    layer and its function are a chain, which computes three of the six."""
+    layer and its function are a chain, which computes three of the six. Both gradients of the second are one call."""
     model, step, check = layers
+    pairs, pair = [], paired_products.pair
+    monkeypatch.setattr(paired_products, "pair", lambda products: pairs.append(pair(products)) or pairs[-1])
     with caplog.at_level("INFO", "ops.backend"), torch.compiler.config.patch(force_disable_caches=True):
         check(step(torch.compile(model, backend=normfuse)))
     assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 3
+    assert sorted(map(len, pairs)) == [0, 2]
 
 
 def test_products_of_eager_code(layers):

@@ -1,22 +1,12 @@
 """Split float32 operands of a product into float16 parts: two give float32's precision on tensor cores, one TF32's.
 
-An operand's rows run along the axis that is not summed over. Each row is scaled by a power of two, which is exact, so
-that its largest element is between 2**14 and 2**15:
-
-    value = scale[row] * (high + low / 2**11),   high = float16(value / scale[row]),   low = float16(rest * 2**11)
-
-For an element of at least 2**-28 of its row's largest (where float16 is still normal), high has a relative error of at
-most 2**-11, as TF32 has, and both parts together 2**-22. For smaller elements the error doubles with each halving. A
+An operand's rows run along the axis that is not summed over. The elements of a row share a scale (``float32_parts``). A
 row gets NaN as its scale if too many of its elements lose too much, or one is not finite. ``linear_rest_kernel``
 computes the tiles of such rows.
 
 By chance a few elements of any large matrix are so near zero: of 4096 x 4096 gradients behind a layer norm, one. Tiles
 computed again for these would take longer than the product. Such an element may be off by 2**-39 of its row's largest
 (two parts: 2**-50), which is less than the rounding of the others leaves.
-
-Two parts and three products, without low times low: Ootomo and Yokota, Recovering single precision accuracy from tensor
-cores while surpassing the FP32 theoretical peak performance, 2022. Rows scaled by powers of two: Mukunoki, Ozaki, Ogita
-and Imamura, DGEMM using tensor cores, and its accurate and reproducible versions, 2020.
 """
 
 import math
@@ -27,24 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.float32_parts import MOST_LOST, magnitude, parts_of, scales_of
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.launch import launch, wait_for_launch_before
 
-#: ``low`` is stored times this, so that it is about as far from float16's subnormal range as ``high``.
-LOW_SCALE = tl.constexpr(2048.0)
-#: Scales are limited as if the largest element were within 2**-60 ... 2**60, so that a product of two cannot overflow.
-_LEAST_EXPONENT = tl.constexpr(127 - 60)
-_GREATEST_EXPONENT = tl.constexpr(127 + 60)
-#: The error from which an element loses too much, by number of parts: eight or four times the usual error. Elements
-#: down to 2**-31 (two parts) or 2**-30 (one) of the largest never lose that much. Of normally distributed numbers one
-#: in 7e8, or 3e8, is smaller.
-_MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
-#: Below 2**-28 of the largest, high is subnormal. The exponent, in a float32's place.
-_FARTHEST = tl.constexpr(28 << 23)
 #: Of so many elements of a row that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
-_ALIGNMENT = 8
+ALIGNMENT = 8
 #: Rows and depth of a program's block where depth is contiguous, the longest row that a program keeps in registers, and
 #: the least depth that it keeps.
 _BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
@@ -86,12 +66,6 @@ def block_at(base, matrix, rows, depths, row_stride, depth_stride, matrix_stride
 
 
 @triton.jit
-def magnitude(value):
-    """An integer that grows with the absolute value. Infinity's is above all numbers', NaN's above that."""
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def largest_of(source, first, end, row_inside, depths, DEPTH, depth_stride):
     """The greatest ``magnitude`` of each row from depth ``first`` to ``end``, block by block."""
     greatest = tl.zeros(source.shape, tl.int32)
@@ -102,35 +76,12 @@ def largest_of(source, first, end, row_inside, depths, DEPTH, depth_stride):
 
 
 @triton.jit
-def scales_of(largest):
-    """By what numbers with this largest magnitude are multiplied before they are split, what makes up for it, and
-    whether the scale is limited. The numbers may all be 0."""
-    found = largest >> 23
-    exponent = tl.minimum(tl.maximum(found, _LEAST_EXPONENT), _GREATEST_EXPONENT)
-    up = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
-    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    return up, down, exponent != found
-
-
-@triton.jit
-def split_block(value, up, MOST_LOST: tl.constexpr, LOW: tl.constexpr):
-    """high, low, and 1 where too much is lost, else 0."""
-    scaled = value * up[:, None]
-    high = scaled.to(tl.float16)
-    rest = scaled - high.to(tl.float32)
-    low = (rest * LOW_SCALE).to(tl.float16)
-    if LOW:
-        rest -= low.to(tl.float32) * (1.0 / LOW_SCALE)
-    return high, low, tl.where(tl.abs(rest) <= tl.abs(scaled) * MOST_LOST, 0, 1)  # a NaN compares false
-
-
-@triton.jit
 def store_parts(
     value, up, is_limited, high, low, begin, place, inside, MOST_LOST: tl.constexpr, MAY_LOSE: tl.constexpr
 ):
     """Split a block, and store its parts at a place from ``begin`` on. What its elements add to the balances of their
     rows: one that loses too much takes away what ``_ONE_LOST_OF`` others add."""
-    high_part, low_part, lost = split_block(value, up, MOST_LOST, low is not None)
+    high_part, low_part, lost = parts_of(value, up[:, None], MOST_LOST, low is not None)
     tl.store((high + begin) + place, high_part, mask=inside)
     if low is not None:
         tl.store((low + begin) + place, low_part, mask=inside)
@@ -141,12 +92,9 @@ def store_parts(
 
 
 @triton.jit
-def store_scale(scale, any_rest, largest, down, balance, inside):
-    """Store rows' scales, NaN where the balance is negative, and tell of those."""
-    left = (balance < 0).to(tl.int32)
-    tl.store(scale, tl.where(left > 0, float("nan"), tl.where(largest > 0, down, 0.0)), mask=inside)
-    if any_rest is not None:
-        tl.atomic_max(any_rest + left * 0, left, mask=inside & (left > 0))
+def store_scale(scale, largest, down, balance, inside):
+    """Store rows' scales, NaN where the balance is negative."""
+    tl.store(scale, tl.where(balance < 0, float("nan"), tl.where(largest > 0, down, 0.0)), mask=inside)
 
 
 @triton.jit
@@ -164,7 +112,6 @@ def split_kernel(
     high,  # float16, strides as below
     low,  # likewise, or None
     scale,  # their rows', float32
-    any_rest,  # [1] int32: set to 1 where a row gets no scale; or None
     cleared,  # int32 [CLEARED]: set to 0; or None
     CLEARED,
     ROWS,
@@ -203,7 +150,7 @@ def split_kernel(
         place = target + tl.cast(first, tl.int64) * split_depth_stride
         inside = row_inside & (depths < DEPTH - first)[None, :]
         balance += tl.sum(store_parts(value, up, is_limited, high, low, 0, place, inside, MOST_LOST, MAY_LOSE), 1)
-    store_scale(scale + matrix * ROWS + rows, any_rest, largest, down, balance, rows < ROWS)
+    store_scale(scale + matrix * ROWS + rows, largest, down, balance, rows < ROWS)
     clear(cleared, CLEARED, BLOCK_DEPTH)
 
 
@@ -254,7 +201,6 @@ def split_shared_kernel(
     high,
     low,
     scale,
-    any_rest,
     largest,  # ``largest_kernel``'s
     balances,  # likewise: 0
     ROWS,
@@ -300,54 +246,34 @@ def split_shared_kernel(
         kept += store_parts(value, up, is_limited, high, low, at, target, inside, MOST_LOST, MAY_LOSE)
     added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
     balance = tl.atomic_add(balances + place, added, mask=row_inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
-    store_scale(scale + place, any_rest, greatest, down, balance, row_inside & (balance > -(_ARRIVED // 2)))
-
-
-@triton.jit
-def bounds_of(largest, least):
-    """Of numbers that share a scale: by what they are multiplied before they are split, what makes up for it, and a
-    bound (float32). ``largest`` is their greatest ``magnitude``, ``least`` twice the least that is not 0, less one
-    (uint32).
-
-    An element of less than 2**-28 of the largest is off by up to 2**-49 of it: its parts by 2**-36 where the largest is
-    2**14, and as much again as low times low is left out. Where there is none, the bound is 0, and nothing is off by
-    more than 2**-19 beside another operand that ``may_lose`` nothing; else it is the largest, and NaN where no scale
-    holds that.
-    """
-    held = tl.maximum(largest, _LEAST_EXPONENT << 23)
-    up, down, is_limited = scales_of(held)
-    farthest = (tl.maximum(held - _FARTHEST, 1) * 2 - 1).to(tl.uint32)
-    bound = tl.where(least < farthest, held.to(tl.float32, bitcast=True), 0.0)
-    return up, down, tl.where(is_limited, float("nan"), bound)
+    store_scale(scale + place, greatest, down, balance, row_inside & (balance > -(_ARRIVED // 2)))
 
 
 def split(
     operand: torch.Tensor,
     parts: int,
-    any_rest: torch.Tensor | None = None,
     *,
     may_lose: bool = True,
     clears: torch.Tensor | None = None,
 ) -> SplitOperand:
     """Split a float32 matrix [rows, depth], or a batch of them [B, rows, depth], of any strides, into 1 or 2 parts.
 
-    ``any_rest`` [1] (int32) is set to 1 where a row gets no scale, and is left alone otherwise. Unless it ``may_lose``,
-    a row gets none where a single element loses too much. ``clears`` (int32) is set to 0, for the kernel behind;
-    where programs share rows (``shares_rows``) it may be ``any_rest``, which then needs no value before.
+    A row gets NaN as its scale where too many of its elements lose too much; unless it ``may_lose``, where one does.
+    ``clears`` (int32) is set to 0, for the kernel behind.
     """
     *batch, rows, depth = operand.shape
     by_rows = is_transposed(operand)
     lines, length = (depth, rows) if by_rows else (rows, depth)
-    padded = blocks_of(length, _ALIGNMENT) * _ALIGNMENT
+    padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
     memory = torch.empty(parts, *batch, lines, padded, dtype=torch.float16, device=operand.device)[..., :length]
     if by_rows:
         memory = memory.mT
     scale = torch.empty(*batch, rows, dtype=torch.float32, device=operand.device)
     high, low = memory[0], memory[1] if parts == 2 else None
     result = SplitOperand(high, low, scale)
-    options: dict[str, Any] = {"MOST_LOST": _MOST_LOST[parts], "MAY_LOSE": may_lose}
+    options: dict[str, Any] = {"MOST_LOST": MOST_LOST[parts], "MAY_LOSE": may_lose}
     if shares_rows(operand):
-        _split_shared(operand, result, any_rest, clears, options)
+        _split_shared(operand, result, clears, options)
         return result
     transposed = _FEW_TRANSPOSED if rows <= _FEW_ROWS else _TRANSPOSED_BLOCK
     block_rows, block_depth, warps = transposed if by_rows else (*_BLOCK, 8)
@@ -364,7 +290,6 @@ def split(
         high,
         low,
         scale,
-        any_rest,
         clears,
         0 if clears is None else clears.numel(),
         rows,
@@ -383,7 +308,6 @@ def split(
 def _split_shared(
     operand: torch.Tensor,
     result: SplitOperand,
-    any_rest: torch.Tensor | None,
     clears: torch.Tensor | None,
     options: dict[str, Any],
 ) -> None:
@@ -423,7 +347,6 @@ def _split_shared(
         result.high,
         result.low,
         result.scale,
-        any_rest,
         largest,
         balances,
         rows,

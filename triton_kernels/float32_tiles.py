@@ -20,6 +20,13 @@ class LinearSplitConfig:
     group_m: int = 8
     #: Whether K may be divided among multiprocessors.
     divides: bool = False
+    #: Whether blocks of two parts share scales, or else rows do.
+    in_blocks: bool = False
+
+    @property
+    def terms(self) -> int:
+        """A tile's depth is a multiple of so many: of blocks, their size."""
+        return self.block_k * (2 if self.in_blocks else 1)
 
     @property
     def block_n(self) -> int:
@@ -81,16 +88,16 @@ def steps_of_parts(rows: int, K: int, multiprocessors: int) -> int:
     return blocks_of(blocks_of(K, 64), parts)
 
 
-def sections_of(tiles: int, steps: int, multiprocessors: int) -> tuple[int, int, int]:
-    """(whole, count, steps): so many tiles are computed whole, and each of the others in so many sections of so many
-    steps.
+def sections_of(tiles: int, K: int, multiprocessors: int, terms: int) -> tuple[int, int, int]:
+    """(whole, count, depth): so many tiles are computed whole, and each of the others in so many sections of so many
+    terms, a multiple of ``terms``.
 
     The others are what is left when each multiprocessor has had as many tiles as any other. They get as many sections
     as multiprocessors can take at once, of at least ``_FEWEST_STEPS`` but for the last; none where that is one.
     """
     left = tiles % multiprocessors
-    count = min(multiprocessors // left, steps // _FEWEST_STEPS) if left else 1
+    count = min(multiprocessors // left, blocks_of(K, 64) // _FEWEST_STEPS) if left else 1
     if count < 2:
-        return tiles, 1, steps
-    steps_of_each = blocks_of(steps, count)
-    return tiles - left, blocks_of(steps, steps_of_each), steps_of_each
+        return tiles, 1, K
+    depth = blocks_of(blocks_of(K, count), terms) * terms
+    return tiles - left, blocks_of(K, depth), depth

@@ -202,13 +202,17 @@ def linear_kernel(
             chain_epilogue(strips[i], place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
 
 
+#: Of how many of its tiles a program reads at once whether they are left.
+_TURNS = tl.constexpr(64)
+
+
 @triton.jit
 def linear_rest_kernel(
     input,
     weight,
     output,
     saved,
-    rest,  # (input_scale [M], weight_scale [N], any_rest [1]): NaN where a row has no scale; 0 where all have one
+    left,  # int32 [tiles]: 0 for those that were computed
     operands,
     eps,
     M,
@@ -225,23 +229,19 @@ def linear_rest_kernel(
 ):
     """``linear_kernel`` for the tiles that a product of split operands could not compute (``float32_split``)."""
     wait_for_launch_before()
-    input_scale, weight_scale, any_rest = rest
-    if tl.load(any_rest) != 0:
-        steps = tl.cdiv(K, CONFIG.block_k)
-        for tile in range(tl.program_id(0), tile_count(M, N, CONFIG), tl.num_programs(0)):
+    tiles, steps = tile_count(M, N, CONFIG), tl.cdiv(K, CONFIG.block_k)
+    turns = tl.arange(0, _TURNS)
+    for turn in range(0, tl.cdiv(tiles, tl.num_programs(0)), _TURNS):
+        each = tl.program_id(0) + (turn + turns) * tl.num_programs(0)
+        are_left = tl.load(left + each, mask=each < tiles, other=0)
+        while tl.max(are_left) != 0:
+            first = tl.min(tl.where(are_left != 0, turns, _TURNS))
+            are_left = tl.where(turns == first, 0, are_left)
+            tile = tl.program_id(0) + (turn + first) * tl.num_programs(0)
             row, column = tile_place(tile, M, N, CONFIG)
-            rows = row + tl.arange(0, CONFIG.block_m)
-            columns = column + tl.arange(0, CONFIG.block_n)
-            row_scales = tl.load(input_scale + rows, mask=rows < M, other=1.0)
-            column_scales = tl.load(weight_scale + columns, mask=columns < N, other=1.0)
-            is_rest = tl.max((row_scales != row_scales).to(tl.int32), 0)
-            is_rest |= tl.max((column_scales != column_scales).to(tl.int32), 0)
-            if is_rest != 0:
-                place = (row, column, M, N)
-                product = multiply_tile(
-                    input, weight, place, steps, K, LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, CONFIG
-                )
-                chain_epilogue(product, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
+            place = (row, column, M, N)
+            product = multiply_tile(input, weight, place, steps, K, LOAD_INPUT, LOAD_WEIGHT, INPUT_PRECISION, CONFIG)
+            chain_epilogue(product, place, output, saved, operands, eps, STORE, indices, CHAIN, GROUP_SIZE, DTYPE)
 
 
 def _operand(tensor: torch.Tensor, block_rows: int, block_depth: int):
@@ -272,13 +272,13 @@ def linear(
     eps: float = 0.0,
     group_size: int = 1,
     input_precision: str = "ieee",
-    rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    left: torch.Tensor | None = None,
 ) -> None:
     """output = the chain that begins with ``input @ weight.T`` (see ``triton_kernels.epilogues``).
 
     ``input`` [M, K] and ``weight`` [N, K] may have any strides and have one dtype. All else is contiguous. ``operands``
     has one entry a step of the chain. ``input_precision`` is ``tl.dot``'s and matters for float32 only. K must not be
-    0. With ``rest``, as ``linear_rest_kernel`` describes it, only the remaining tiles are computed; the config takes
+    0. With ``left``, as ``linear_rest_kernel`` describes it, only the tiles noted there are computed; the config takes
     them in one strip.
     """
     (M, K), N = input.shape, weight.shape[0]
@@ -297,7 +297,7 @@ def linear(
         saved = None if saved is None else TensorDescriptor.from_tensor(saved, tile)
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     store_tile = store_descriptor_halves if config.store_strips == 2 else store_descriptor
-    kernel, which = (linear_kernel, ()) if rest is None else (linear_rest_kernel, (rest,))
+    kernel, which = (linear_kernel, ()) if left is None else (linear_rest_kernel, (left,))
     launch(
         kernel,
         (min(tiles, multiprocessor_count(input.device)),),

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.device import multiprocessor_count
-from triton_kernels.float32_split import LOW_SCALE, bounds_of, split
+from triton_kernels.float32_parts import LOW_SCALE, bounds_of
+from triton_kernels.float32_split import split
 from triton_kernels.float32_tiles import LinearRegistersConfig, steps_of_parts
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import is_matrix_copyable

@@ -1,9 +1,9 @@
-"""The tiled GEMM of ``linear`` for split float32 operands (``float32_split``) on Hopper: Gluon, the same epilogues.
+"""The tiled GEMM of ``linear`` for split float32 operands on Hopper: Gluon, the same epilogues.
 
 One warp copies tiles into shared memory, and two warpgroups multiply them. With two parts, the tensor cores add up high
 times high over 32 terms only, because they truncate as they add. That sum is then added in registers, in float32, which
 rounds (sums of 16 terms are less precise). The mixed products are 2**-11 as large. The tensor cores add them up over
-all of K, and stay busy with them during the additions in registers.
+the 128 terms that share scales (``float32_block_split``), and stay busy with them during the additions in registers.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_kernels.chain import Chain
 from triton_kernels.device import multiprocessor_count
 from triton_kernels.epilogues import chain_epilogue
-from triton_kernels.float32_split import LOW_SCALE, SplitOperand
+from triton_kernels.float32_block_split import BLOCK, BlockSplit
+from triton_kernels.float32_parts import LOW_SCALE
+from triton_kernels.float32_split import SplitOperand
 from triton_kernels.float32_tiles import LinearSplitConfig, sections_of
 from triton_kernels.grid import blocks_of
 from triton_kernels.grid import indices as triton_indices
@@ -74,7 +76,7 @@ def item_count(M, N, sections, shares, CONFIG: gl.constexpr):
 
 @gluon.jit
 def item_place(item, M, N, K, sections, shares, CONFIG: gl.constexpr):
-    """Row, column and terms (first, end) of a tile or section."""
+    """Which tile it is, row and column, and terms (first, end), of a tile or section."""
     first, end = 0, K
     tile = item
     if sections is not None:
@@ -85,7 +87,7 @@ def item_place(item, M, N, K, sections, shares, CONFIG: gl.constexpr):
             first = (item - whole) // left * depth
             end = gl.minimum(first + depth, K)
     row, column = tile_place(tile, M, N, CONFIG)
-    return row, column, first, end
+    return tile, row, column, first, end
 
 
 @gluon.jit
@@ -99,27 +101,187 @@ def copy_in(
     M,
     N,
     K,
-    INPUT_DEPTH_FIRST: gl.constexpr,
-    WEIGHT_DEPTH_FIRST: gl.constexpr,
+    DEPTHS_FIRST: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """The producer. For each tile and step, it copies all parts of both operands."""
+    """The producer. For each tile and step, it copies all parts of both operands. Blocks take two steps each, be it of
+    zeros."""
     PARTS: gl.constexpr = CONFIG.parts
     STAGES: gl.constexpr = CONFIG.stages
     input_tiles, weight_tiles = memory
     ready, empty = barriers
     count = 0
     for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
-        row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
-        for depth in range(first, end, CONFIG.block_k):
+        _, row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
+        for depth in range(first, first + gl.cdiv(end - first, CONFIG.terms) * CONFIG.terms, CONFIG.block_k):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(stage), PARTS * (CONFIG.block_m + CONFIG.block_n) * CONFIG.block_k * 2)
             for part in gl.static_range(PARTS):
                 a, b = input_tiles.index(stage * PARTS + part), weight_tiles.index(stage * PARTS + part)
-                copy_tile(inputs[part], row, depth, a, ready.index(stage), INPUT_DEPTH_FIRST)
-                copy_tile(weights[part], column, depth, b, ready.index(stage), WEIGHT_DEPTH_FIRST)
+                copy_tile(inputs[part], row, depth, a, ready.index(stage), DEPTHS_FIRST[0])
+                copy_tile(weights[part], column, depth, b, ready.index(stage), DEPTHS_FIRST[1])
             count += 1
+
+
+@gluon.jit
+def next_operands(memory, barriers, count, DEPTHS_FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Of the next step, once they are there: the input's tile [rows, depth] and the weight's [depth, rows], high,
+    and low of two parts."""
+    PARTS: gl.constexpr = CONFIG.parts
+    input_tiles, weight_tiles = memory
+    ready, _ = barriers
+    stage = count % CONFIG.stages
+    mbarrier.wait(ready.index(stage), count // CONFIG.stages & 1)
+    a, b = input_tiles.index(stage * PARTS), weight_tiles.index(stage * PARTS)
+    a_low, b_low = input_tiles.index(stage * PARTS + PARTS - 1), weight_tiles.index(stage * PARTS + PARTS - 1)
+    if DEPTHS_FIRST[0]:
+        a, a_low = a.permute((1, 0)), a_low.permute((1, 0))
+    if not DEPTHS_FIRST[1]:
+        b, b_low = b.permute((1, 0)), b_low.permute((1, 0))
+    return a, a_low, b, b_low
+
+
+@gluon.jit
+def release(barriers, count, CONFIG: gl.constexpr):
+    """Tell that a step's tiles were multiplied."""
+    _, empty = barriers
+    mbarrier.arrive(empty.index(count % CONFIG.stages), count=1)
+
+
+@gluon.jit
+def multiply_half(a, b, HALF: gl.constexpr, total, USE_TOTAL: gl.constexpr):
+    """Begin the product of half of a step's terms."""
+    TERMS: gl.constexpr = a.shape[1] // 2
+    return warpgroup_mma(
+        a.slice(HALF * TERMS, TERMS, 1), b.slice(HALF * TERMS, TERMS, 0), total, use_acc=USE_TOTAL, is_async=True
+    )
+
+
+@gluon.jit
+def multiply_once(total, first, end, count, memory, barriers, DEPTHS_FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Of one part, the product of terms, and the number of steps so far."""
+    for depth in range(first, end, CONFIG.block_k):
+        a, _, b, _ = next_operands(memory, barriers, count, DEPTHS_FIRST, CONFIG)
+        total = warpgroup_mma(a, b, total, is_async=True)
+        total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
+        if depth > first:
+            release(barriers, count - 1, CONFIG)
+        count += 1
+    return warpgroup_mma_wait(num_outstanding=0, deps=(total,)), count
+
+
+@gluon.jit
+def multiply_rows(total, first, end, count, memory, barriers, DEPTHS_FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Of two parts whose rows have scales, likewise."""
+    block, mixed = gl.zeros_like(total), gl.zeros_like(total)
+    for depth in range(first, end, CONFIG.block_k):
+        a, a_low, b, b_low = next_operands(memory, barriers, count, DEPTHS_FIRST, CONFIG)
+        block = multiply_half(a, b, 0, block, False)
+        mixed = warpgroup_mma(a, b_low, mixed, is_async=True)
+        block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
+        if depth > first:
+            release(barriers, count - 1, CONFIG)
+        total += block
+        block = multiply_half(a, b, 1, block, False)
+        mixed = warpgroup_mma(a_low, b, mixed, is_async=True)
+        block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
+        total += block
+        count += 1
+    mixed = warpgroup_mma_wait(num_outstanding=0, deps=(mixed,))
+    return total + mixed * (1.0 / LOW_SCALE), count
+
+
+@gluon.jit
+def add_scaled(total, block, factor):
+    """total + block * factor, rounded once, before the products that are issued next. (LLVM would put it off behind all
+    of a loop's, for which there are no registers.)"""
+    factors = gl.full_like(total, factor)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [block, factors, total], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def multiply_first_step(operands, total, block, mixed, factor):
+    """The first 64 of the terms that share scales, but for high times low. Mixed products are left in flight."""
+    a, a_low, b, _ = operands
+    for half in gl.static_range(2):
+        block = multiply_half(a, b, half, block, False)
+        mixed = multiply_half(a_low, b, half, mixed, True)
+        block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
+        total = add_scaled(total, block, factor)
+    return total, block, mixed
+
+
+@gluon.jit
+def multiply_second_step(operands, total, block, mixed, factor, barriers, count, CONFIG: gl.constexpr):
+    """The others. The last products, of high parts, are left in flight."""
+    a, a_low, b, b_low = operands
+    block = multiply_half(a, b, 0, block, False)
+    mixed = warpgroup_mma(a, b_low, mixed, is_async=True)
+    block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
+    release(barriers, count - 1, CONFIG)
+    total = add_scaled(total, block, factor)
+    mixed = warpgroup_mma(a_low, b, mixed, is_async=True)
+    block = multiply_half(a, b, 1, block, False)
+    block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
+    return add_scaled(total, mixed, factor * (1.0 / LOW_SCALE)), block, mixed
+
+
+@gluon.jit
+def scales_of_terms(scales, row, column, first, end):
+    """Of both operands' blocks at a tile, those of the terms from ``first`` on; 1 behind the end."""
+    of_input, of_weight = scales
+    input_scale, row_stride, depth_stride = of_input
+    input_scale += row // BLOCK * row_stride + first // BLOCK * depth_stride
+    weight_scale, row_stride, depth_stride = of_weight
+    weight_scale += column // BLOCK * row_stride + first // BLOCK * depth_stride
+    return gl.load(input_scale, mask=first < end, other=1.0), gl.load(weight_scale, mask=first < end, other=1.0)
+
+
+@gluon.jit
+def multiply_blocks(
+    total, row, column, first, end, count, scales, memory, barriers, DEPTHS_FIRST: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Of two parts whose blocks have scales, likewise, and the sum of the factors of blocks: NaN where one has none.
+
+    A turn of the loop is the second step of some terms that share scales, and the first one of the next. So the sum of
+    the mixed products can be added while tensor cores are busy. (They may not be read in a turn in which they were not
+    multiplied: the assembler would wait for each product.)
+    """
+    block, mixed = gl.zeros_like(total), gl.zeros_like(total)
+    of_input, of_weight = scales_of_terms(scales, row, column, first, end)
+    factor = of_input * of_weight
+    factors = factor
+    operands = next_operands(memory, barriers, count, DEPTHS_FIRST, CONFIG)
+    mixed = warpgroup_mma(operands[0], operands[3], mixed, use_acc=False, is_async=True)
+    total, block, mixed = multiply_first_step(operands, total, block, mixed, factor)
+    for depth in range(first + CONFIG.terms, end, CONFIG.terms):
+        of_input, of_weight = scales_of_terms(scales, row, column, depth, end)
+        operands = next_operands(memory, barriers, count + 1, DEPTHS_FIRST, CONFIG)
+        total, block, mixed = multiply_second_step(operands, total, block, mixed, factor, barriers, count + 1, CONFIG)
+        operands = next_operands(memory, barriers, count + 2, DEPTHS_FIRST, CONFIG)
+        mixed = warpgroup_mma(operands[0], operands[3], mixed, use_acc=False, is_async=True)
+        block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
+        release(barriers, count + 1, CONFIG)
+        total = add_scaled(total, block, factor)
+        factor = of_input * of_weight
+        factors += factor
+        total, block, mixed = multiply_first_step(operands, total, block, mixed, factor)
+        count += 2
+    operands = next_operands(memory, barriers, count + 1, DEPTHS_FIRST, CONFIG)
+    total, block, mixed = multiply_second_step(operands, total, block, mixed, factor, barriers, count + 1, CONFIG)
+    block = warpgroup_mma_wait(num_outstanding=0, deps=(block,))
+    return add_scaled(total, block, factor), count + 2, factors
+
+
+@gluon.jit
+def check_scales(scale, first, end, left_tile, LENGTH: gl.constexpr):
+    """Tell of rows without a scale, of a tile's LENGTH rows."""
+    rows = gl.arange(0, LENGTH, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    found = gl.load(scale + first + rows, mask=rows < end - first, other=1.0)
+    gl.store(left_tile + rows * 0, gl.full_like(rows, 1), mask=found != found)
 
 
 @gluon.jit
@@ -127,6 +289,7 @@ def multiply(
     output,
     saved,
     scales,
+    left,
     operands,
     eps,
     memory,
@@ -136,8 +299,7 @@ def multiply(
     M,
     N,
     K,
-    INPUT_DEPTH_FIRST: gl.constexpr,
-    WEIGHT_DEPTH_FIRST: gl.constexpr,
+    DEPTHS_FIRST: gl.constexpr,
     CHAIN: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -145,58 +307,32 @@ def multiply(
     """The consumers. Each computes its tiles' products and epilogues."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
     BLOCK_N: gl.constexpr = CONFIG.block_n
-    PARTS: gl.constexpr = CONFIG.parts
-    STAGES: gl.constexpr = CONFIG.stages
-    HALF: gl.constexpr = CONFIG.block_k // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
-    input_tiles, weight_tiles = memory
-    input_scale, weight_scale = scales
-    ready, empty = barriers
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     count = 0
     for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
-        row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
+        tile, row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
+        if not CONFIG.in_blocks:  # while registers are free
+            check_scales(scales[0][0], row, M, left + tile, BLOCK_M)
+            check_scales(scales[1][0], column, N, left + tile, BLOCK_N)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
-        if PARTS == 2:
-            mixed = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
-            block = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
-        for depth in range(first, end, CONFIG.block_k):
-            stage = count % STAGES
-            mbarrier.wait(ready.index(stage), count // STAGES & 1)
-            a, b = input_tiles.index(stage * PARTS), weight_tiles.index(stage * PARTS)
-            a = a.permute((1, 0)) if INPUT_DEPTH_FIRST else a
-            b = b if WEIGHT_DEPTH_FIRST else b.permute((1, 0))
-            if PARTS == 1:
-                total = warpgroup_mma(a, b, total, is_async=True)
-                total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
-                if depth > first:
-                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-            else:
-                a_low, b_low = input_tiles.index(stage * 2 + 1), weight_tiles.index(stage * 2 + 1)
-                a_low = a_low.permute((1, 0)) if INPUT_DEPTH_FIRST else a_low
-                b_low = b_low if WEIGHT_DEPTH_FIRST else b_low.permute((1, 0))
-                a_half, b_half = a.slice(0, HALF, 1), b.slice(0, HALF, 0)
-                block = warpgroup_mma(a_half, b_half, block, use_acc=False, is_async=True)
-                mixed = warpgroup_mma(a, b_low, mixed, is_async=True)
-                block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
-                if depth > first:
-                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-                total += block
-                a_half, b_half = a.slice(HALF, HALF, 1), b.slice(HALF, HALF, 0)
-                block = warpgroup_mma(a_half, b_half, block, use_acc=False, is_async=True)
-                mixed = warpgroup_mma(a_low, b, mixed, is_async=True)
-                block, mixed = warpgroup_mma_wait(num_outstanding=1, deps=(block, mixed))
-                total += block
-            count += 1
-        if PARTS == 1:
-            total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+        if CONFIG.in_blocks:
+            total, count, factors = multiply_blocks(
+                total, row, column, first, end, count, scales, memory, barriers, DEPTHS_FIRST, CONFIG
+            )
+        elif CONFIG.parts == 2:
+            total, count = multiply_rows(total, first, end, count, memory, barriers, DEPTHS_FIRST, CONFIG)
         else:
-            mixed = warpgroup_mma_wait(num_outstanding=0, deps=(mixed,))
-            total += mixed * (1.0 / LOW_SCALE)
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        total *= gl.expand_dims(gl.load(input_scale + row + rows, mask=rows < M - row, other=1.0), 1)
-        total *= gl.expand_dims(gl.load(weight_scale + column + columns, mask=columns < N - column, other=1.0), 0)
+            total, count = multiply_once(total, first, end, count, memory, barriers, DEPTHS_FIRST, CONFIG)
+        release(barriers, count - 1, CONFIG)
+        if CONFIG.in_blocks:
+            gl.store(left + tile, 1, mask=factors != factors)
+        else:
+            of_rows = gl.load(scales[0][0] + row + rows, mask=rows < M - row, other=1.0)
+            of_columns = gl.load(scales[1][0] + column + columns, mask=columns < N - column, other=1.0)
+            total *= gl.expand_dims(of_rows, 1)
+            total *= gl.expand_dims(of_columns, 0)
         place = (row, column, M, N)
         whole, _, _ = shares
         if sections is not None and item >= whole:
@@ -216,7 +352,8 @@ def linear_split_kernel(
     weight_low,
     output,  # [M, N], for the epilogue
     saved,  # [M, N]: what the backward pass needs; None where nothing is saved
-    scales,  # pointers to [M] and [N]
+    scales,  # of both operands: (pointer, 0, 0) to one of each row, or (pointer, stride, stride) to one of each block
+    left,  # int32 [tiles]: 0, set to 1 where a tile has no scale somewhere
     sections,  # float32 [count x tiles left x BLOCK_M, BLOCK_N]: products of sections of K; None where there are none
     whole,  # the number of tiles that are whole
     count,  # of sections of each of the others
@@ -226,8 +363,7 @@ def linear_split_kernel(
     M,
     N,
     K,
-    INPUT_DEPTH_FIRST: gl.constexpr,
-    WEIGHT_DEPTH_FIRST: gl.constexpr,
+    DEPTHS_FIRST: gl.constexpr,  # whether the operands' parts are
     CHAIN: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -248,12 +384,12 @@ def linear_split_kernel(
     gl.warp_specialize(
         [
             (multiply, (
-                output, saved, scales, operands, eps, memory, barriers, sections, shares, M, N, K,
-                INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CHAIN, GROUP_SIZE, CONFIG,
+                output, saved, scales, left, operands, eps, memory, barriers, sections, shares, M, N, K,
+                DEPTHS_FIRST, CHAIN, GROUP_SIZE, CONFIG,
             )),
             (copy_in, (
                 inputs, weights, memory, barriers, sections, shares, M, N, K,
-                INPUT_DEPTH_FIRST, WEIGHT_DEPTH_FIRST, CONFIG,
+                DEPTHS_FIRST, CONFIG,
             )),
         ],
         [1],
@@ -308,13 +444,20 @@ def _descriptor(part: torch.Tensor | None, block_rows: int, block_depth: int) ->
     return TensorDescriptor.from_tensor(part, [block_rows, block_depth], _TILE_LAYOUT)
 
 
+def _scales(operand: SplitOperand | BlockSplit) -> tuple[torch.Tensor, int, int]:
+    if isinstance(operand, BlockSplit):
+        return operand.scale, operand.scale.stride(0), operand.scale.stride(1)
+    return operand.scale, 0, 0
+
+
 def linear_split(
-    input: SplitOperand,
-    weight: SplitOperand,
+    input: SplitOperand | BlockSplit,
+    weight: SplitOperand | BlockSplit,
     chain: Chain,
     config: LinearSplitConfig,
     operands: Sequence[Any],
     *,
+    left: torch.Tensor,
     output: torch.Tensor,
     saved: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     eps: float = 0.0,
@@ -322,7 +465,8 @@ def linear_split(
 ) -> None:
     """As ``triton_kernels.linear.linear``, for operands [M, K] and [N, K] that were split into ``config.parts``.
 
-    A tile with a row that has no scale is written too, with wrong values. ``linear`` with ``rest`` must follow.
+    Both or none are split in blocks. A tile that has no scale somewhere is written too, with wrong values, and noted in
+    ``left`` (int32 [tiles], 0 before). ``linear`` with ``left`` must follow.
 
     Where ``config`` divides K, the last tiles are computed in sections of it (``sections_of``): how a result is rounded
     depends on the number of tiles.
@@ -330,9 +474,10 @@ def linear_split(
     (M, K), N = input.high.shape, weight.high.shape[0]
     if M == 0 or N == 0:
         return
-    tiles, steps = blocks_of(M, config.block_m) * blocks_of(N, config.block_n), blocks_of(K, config.block_k)
+    assert all(isinstance(each, BlockSplit) == config.in_blocks for each in (input, weight))
+    tiles, terms = blocks_of(M, config.block_m) * blocks_of(N, config.block_n), config.terms
     multiprocessors = multiprocessor_count(output.device)
-    whole, count, of_each = sections_of(tiles, steps, multiprocessors) if config.divides else (tiles, 1, steps)
+    whole, count, depth = sections_of(tiles, K, multiprocessors, terms) if config.divides else (tiles, 1, K)
     size, sections = (tiles - whole) * count, None
     if size > 0:
         sections = torch.empty(size * config.block_m, config.block_n, dtype=torch.float32, device=output.device)
@@ -346,18 +491,18 @@ def linear_split(
         _descriptor(weight.low, config.block_n, config.block_k),
         output,
         saved,
-        (input.scale, weight.scale),
+        (_scales(input), _scales(weight)),
+        left,
         sections,
         whole,
         count,
-        of_each * config.block_k,
+        depth,
         tuple(operands),
         eps,
         M,
         N,
         K,
-        INPUT_DEPTH_FIRST=_is_depth_first(input.high),
-        WEIGHT_DEPTH_FIRST=_is_depth_first(weight.high),
+        DEPTHS_FIRST=(_is_depth_first(input.high), _is_depth_first(weight.high)),
         CHAIN=chain,
         GROUP_SIZE=group_size,
         CONFIG=config,

@@ -11,9 +11,11 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ops
 from ops import float32_products, precision
+from ops.matrix_products import PRODUCT, PRODUCTS_OF_ONE
 from tests.ops.products import Called, Compiler, taken
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -64,6 +66,95 @@ def test_a_step(compiled, name):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         assert got.stride() == expected.stride()
     assert taken(compiled.graphs) == counts and left(compiled.graphs) == 0
+
+
+class Matrix(nn.Module):
+    """A layer whose weight lies as PyTorch's does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 48))
+
+    def forward(self, input):
+        return (input @ self.weight).sin()
+
+
+class Recomputed(nn.Module):
+    """What the second layer reads is computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 16)
+
+    def forward(self, input):
+        return checkpoint(lambda each: self.second(self.first(each).tanh()), input, use_reentrant=False)
+
+
+PAIRED = {
+    "layers": (MODELS["with bias"][0], [0, 2]),
+    "a matrix": (Matrix, [0, 1]),
+    "no bias": (MODELS["without bias"][0], [0, 1]),
+    "recomputed": (Recomputed, [0, 2]),
+}
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """Lets products be made of split operands, but that the interpreter multiplies them whole."""
+    monkeypatch.setattr(precision, "multiplier", lambda *operands, **options: "kernel")
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_gradients_of_a_layer_are_one_call(compiled, split, name):
+    """So the gradient that both are made of is split once."""
+    make, counts = PAIRED[name]
+    torch.manual_seed(0)
+    model = make()
+    input = torch.randn(2, 20, 32, requires_grad=True)
+    function = compiled(model, fullgraph=True)
+    results = [each(input) for each in (model, function)]
+    gradients = [torch.autograd.grad(each.square().sum(), [input, *model.parameters()]) for each in results]
+    for expected, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert got.stride() == expected.stride()
+    assert [graph.count(PRODUCTS_OF_ONE) for graph in compiled.graphs] == counts and left(compiled.graphs) == 0
+    assert compiled.graphs[1].count(PRODUCT) == (name == "recomputed")
+
+
+NO_PAIRS = {
+    "the same axis": lambda a, b: (a @ b).sin() + (a @ b.cos()).sin(),
+    "one is the other's operand": lambda a, b: a.T @ (a @ b),
+    "results between": lambda a, b: (a @ b).sin() + a.T @ b.cos(),
+    "another matrix": lambda a, b: a @ b + a.sin().T @ b,
+}
+
+
+@pytest.mark.parametrize("name", NO_PAIRS)
+def test_what_is_no_pair(compiled, split, name):
+    function, matrices = NO_PAIRS[name], [torch.randn(24, 24) for _ in range(2)]
+    torch.testing.assert_close(compiled(function)(*matrices), function(*matrices), rtol=1e-4, atol=1e-4)
+    assert compiled.graphs[0].count(PRODUCT) == 2 and compiled.graphs[0].count(PRODUCTS_OF_ONE) == 0
+
+
+PAIRS = {
+    "first, first.T": lambda a, b, c: (a @ b, a.T @ c),
+    "second, second.T": lambda a, b, c: (b @ a, c @ a.T),
+    "first, second": lambda a, b, c: (a @ b, c @ a),
+    "first.T, second.T": lambda a, b, c: (a.T @ b, c @ a.T),
+    "of products": lambda a, b, c: ((a @ b) @ c, (a @ b).T @ (b @ c)),
+    "three": lambda a, b, c: (a @ b, a.T @ c, a @ c),
+    "squared": lambda a, b, c: (a @ a, b @ c),
+    "operands afterwards": lambda a, b, c: (a @ b, a.T @ c.sin()),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_places_of_a_matrix(compiled, split, name):
+    function, matrices = PAIRS[name], [torch.randn(24, 24) for _ in range(3)]
+    for expected, got in zip(function(*matrices), compiled(function)(*matrices), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert got.stride() == expected.stride()
+    assert compiled.graphs[0].count(PRODUCTS_OF_ONE) == (name != "squared") and left(compiled.graphs) == 0
 
 
 def test_any_strides(compiled):

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from triton_kernels import float32_split
 from triton_kernels.chains import LINEAR
-from triton_kernels.float32_split import LOW_SCALE, bounds_of, shares_rows, split
+from triton_kernels.float32_parts import LOW_SCALE, MOST_LOST, bounds_of
+from triton_kernels.float32_split import shares_rows, split
 from triton_kernels.float32_tiles import LinearRegistersConfig, LinearSplitConfig, sections_of, steps_of_parts
 from triton_kernels.grid import blocks_of
 from triton_kernels.linear import LinearConfig, linear
@@ -31,8 +32,8 @@ def matrix(rows=ROWS, depth=DEPTH, *, order="depth", seed=0):
 
 
 def split_of(operand, parts):
-    any_rest = torch.zeros(1, dtype=torch.int32)
-    return split(operand, parts, any_rest), any_rest.item()
+    result = split(operand, parts)
+    return result, int(result.scale.isnan().any())
 
 
 def whole(operand):
@@ -113,7 +114,7 @@ def test_rows_of_wide_range(parts, fits, lost):
         assert rest == is_rest
         assert result.scale.isnan().nonzero().flatten().tolist() == [2] * is_rest
         if not is_rest:
-            assert ((whole(result) - operand.double()).abs() <= float32_split._MOST_LOST[parts] * operand.abs()).all()
+            assert ((whole(result) - operand.double()).abs() <= MOST_LOST[parts] * operand.abs()).all()
 
 
 @pytest.mark.parametrize("parts, fits, most_lost", [(1, -30, 2.0**-9), (2, -31, 2.0**-19)])
@@ -181,23 +182,22 @@ def test_config(parts):
 
 @pytest.mark.parametrize("row_rest, column_rest", [(None, None), (21, None), (None, 3), (0, 33)])
 def test_only_the_remaining_tiles_are_computed(row_rest, column_rest):
-    """Of 3 x 3 tiles of 16 x 16, those of a row and a column without scale; the others keep what they held."""
+    """Of 3 x 3 tiles of 16 x 16, those of a row and a column; the others keep what they held."""
     input, weight = matrix(40, 24), matrix(36, 24, seed=1)
-    input_scale, weight_scale = torch.ones(40), torch.ones(36)
-    any_rest = torch.tensor([int(row_rest is not None or column_rest is not None)], dtype=torch.int32)
+    left = torch.zeros(3, 3, dtype=torch.int32)
     expected = torch.full((40, 36), 7.0)
     product = input @ weight.T
     if row_rest is not None:
-        input_scale[row_rest] = torch.nan
+        left[row_rest // 16] = 1
         rows = slice(row_rest // 16 * 16, row_rest // 16 * 16 + 16)
         expected[rows] = product[rows]
     if column_rest is not None:
-        weight_scale[column_rest] = torch.nan
+        left[:, column_rest // 16] = 1
         columns = slice(column_rest // 16 * 16, column_rest // 16 * 16 + 16)
         expected[:, columns] = product[:, columns]
     output = torch.full((40, 36), 7.0)
-    rest = (input_scale, weight_scale, any_rest)
-    linear(input, weight, LINEAR, LinearConfig(16, 16, 16), (None,), output=output, rest=rest)
+    left = left.T.flatten()  # tiles go down the columns
+    linear(input, weight, LINEAR, LinearConfig(16, 16, 16), (None,), output=output, left=left)
     torch.testing.assert_close(output, expected)
 
 
@@ -228,11 +228,10 @@ def test_a_batch_is_split_as_its_matrices(order, parts):
         "strided": lambda: values[:, ::2],
         "repeated": lambda: values.expand(3, -1, -1),
     }[order]()
-    any_rest = torch.zeros(1, dtype=torch.int32)
-    found = split(batch, parts, any_rest)
-    assert any_rest.item() == 1
+    found = split(batch, parts)
+    assert found.scale.isnan().any()
     for matrix, *of_batch in zip(batch, found.high, *([found.low] if parts == 2 else []), found.scale, strict=True):
-        alone = split(matrix, parts, any_rest)
+        alone = split(matrix, parts)
         expected = [each for each in (alone.high, alone.low, alone.scale) if each is not None]
         for one, other in zip(of_batch, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -252,9 +251,8 @@ def test_programs_that_share_rows(depth, batch, may_lose, parts, monkeypatch):
     found = []
     for longest in (2**20, 0):
         monkeypatch.setattr(float32_split, "_LONGEST_WHOLE", longest)
-        any_rest = torch.zeros(1, dtype=torch.int32)
-        result = split(values, parts, any_rest, may_lose=may_lose)
-        found.append([each for each in (result.high, result.low, result.scale, any_rest) if each is not None])
+        result = split(values, parts, may_lose=may_lose)
+        found.append([each for each in (result.high, result.low, result.scale) if each is not None])
     for whole, shared in zip(*found, strict=True):
         torch.testing.assert_close(shared, whole, rtol=0, atol=0, equal_nan=True)
 
@@ -275,41 +273,33 @@ def test_rows_far_apart_are_not_shared(depth_stride, expected):
     assert shares_rows(torch.empty_strided((40, 1000), (1, depth_stride), device="meta")) is expected
 
 
-def test_the_flag_is_cleared_before_it_is_set(monkeypatch):
-    """Where programs share rows, by the kernel that finds their largest elements."""
-    monkeypatch.setattr(float32_split, "_LONGEST_WHOLE", 64)
-    for value in 1.0, torch.inf:
-        values = matrix(order="rows")
-        values[3, 3] = value
-        any_rest = torch.full((1,), 7, dtype=torch.int32)
-        split(values, 2, any_rest, clears=any_rest)
-        assert any_rest.item() == (value == torch.inf)
-
-
 @pytest.mark.parametrize(
-    "tiles, steps, expected",
+    "tiles, K, expected",
     [
-        (144, 128, (132, 11, 12)),
-        (36, 128, (0, 3, 43)),
-        (6, 384, (0, 22, 18)),
-        (1, 128, (0, 16, 8)),
-        (132, 128, (132, 1, 128)),  # none is left
-        (200, 128, (200, 1, 128)),  # more than half as many as there are multiprocessors are left
-        (144, 15, (144, 1, 15)),  # too few terms
-        (144, 16, (132, 2, 8)),
-        (145, 33, (132, 4, 9)),
+        (144, 8192, (132, 11, 768)),
+        (36, 8192, (0, 3, 2752)),
+        (6, 24576, (0, 22, 1152)),
+        (1, 8192, (0, 16, 512)),
+        (132, 8192, (132, 1, 8192)),  # none is left
+        (200, 8192, (200, 1, 8192)),  # more than half as many as there are multiprocessors are left
+        (144, 960, (144, 1, 960)),  # too few terms
+        (144, 1000, (132, 2, 512)),
+        (145, 2070, (132, 4, 576)),
     ],
 )
-def test_sections(tiles, steps, expected):
-    """What is left for the last wave occupies all multiprocessors, and every section has terms."""
-    whole, count, of_each = sections_of(tiles, steps, 132)
-    assert (whole, count, of_each) == expected
-    assert (count - 1) * of_each < steps <= count * of_each
+@pytest.mark.parametrize("terms", [64, 128])
+def test_sections(tiles, K, expected, terms):
+    """What is left for the last wave occupies all multiprocessors, and every section has terms, of whole blocks."""
+    whole, count, depth = sections_of(tiles, K, 132, terms)
+    if terms == 64:
+        assert (whole, count, depth) == expected
+    assert count == 1 or depth % terms == 0
+    assert (count - 1) * depth < K <= count * depth
     assert whole == tiles or (tiles - whole) * count <= 132
 
 
 def test_what_is_cleared(monkeypatch):
-    """For the kernel behind, by all programs together, and no row is told of."""
+    """For the kernel behind, by all programs together."""
     monkeypatch.setattr(float32_split, "_LONGEST_WHOLE", 64)
     for size, order in ((1, "depth"), (100, "rows"), (5000, "depth"), (5000, "rows")):
         memory = torch.full((size + 1,), 7, dtype=torch.int32)

@@ -99,9 +99,10 @@ def test_warps_of_their_own_begin_after_the_wait():
         parts = torch.empty(2, rows, 256, dtype=torch.float16, device=META)
         return SplitOperand(parts[0], parts[1], torch.empty(rows, device=META))
 
-    output = torch.empty(256, 256, device=META)
+    output, left = torch.empty(256, 256, device=META), torch.empty(4, dtype=torch.int32, device=META)
+    options = {"output": output, "left": left}
     (compiled,) = compile_launches(
-        lambda: linear_split(operand(256), operand(256), LINEAR, LinearSplitConfig(2), (None,), output=output), 90
+        lambda: linear_split(operand(256), operand(256), LINEAR, LinearSplitConfig(2), (None,), **options), 90
     )
     assert compiled.ptx.count("griddepcontrol.wait") == 1
     # The producer's copies are behind the barrier that the other warps reach once they have waited.

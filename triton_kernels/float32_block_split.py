@@ -1,0 +1,129 @@
+"""Split float32 matrices into float16 parts where blocks of 128 x 128 elements share a scale (``float32_parts``).
+
+One pass over a matrix makes parts that serve along either axis: a layer's weight in its result and in its input's
+gradient, the gradient of its result in both that it leads to. The product multiplies the sum of each block of terms by
+the two scales. Rows or columns of a block in which too much is lost leave its scale NaN, for products along them.
+
+An element far below the largest of its block loses digits: what ``float32_split`` says of rows holds of blocks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_kernels.float32_parts import MOST_LOST, magnitude, parts_of, scales_of
+from triton_kernels.float32_split import ALIGNMENT, clear, is_transposed
+from triton_kernels.grid import blocks_of
+from triton_kernels.launch import launch, wait_for_launch_before
+
+#: Lines and columns that share a scale.
+BLOCK = tl.constexpr(128)
+#: Scales are limited as if the largest element were no less, so that a product of two, and 2**-11 of it, is a number.
+_LEAST_EXPONENT = tl.constexpr(127 - 52)
+#: Of so many elements of a row or column of a block that are not zero, one may lose too much.
+_ONE_LOST_OF = tl.constexpr(64)
+#: Lines that a program has at once, and its warps.
+_STRIP, _WARPS = 32, 8
+
+
+@dataclass(frozen=True)
+class BlockSplit:
+    """A matrix [rows, depth]: its parts (float16, rows or depth first as the matrix) and scales [rows, depth] of its
+    blocks: those for products that sum over the depth, and over the rows."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+    scale: torch.Tensor
+    scale_of_transposed: torch.Tensor
+
+    @property
+    def T(self) -> "BlockSplit":
+        return BlockSplit(self.high.T, self.low.T, self.scale_of_transposed.T, self.scale.T)
+
+
+@triton.jit
+def load_strip(matrix, lines, columns, inside, line_stride, column_stride):
+    return tl.load(matrix + lines[:, None] * line_stride + columns[None, :] * column_stride, mask=inside, other=0.0)
+
+
+@triton.jit
+def split_blocks_kernel(
+    matrix,  # [LINES, LENGTH] float32, at any strides
+    high,  # float16 [LINES, LENGTH]
+    low,
+    scale,  # float32 [2, blocks of LINES, blocks of LENGTH]: for sums along lines, and across them
+    cleared,  # int32 [CLEARED]: set to 0; or None
+    CLEARED,
+    LINES,
+    LENGTH,
+    line_stride,
+    column_stride,
+    part_stride,  # of lines of high and low
+    LOST: tl.constexpr,
+    STRIP: tl.constexpr,  # lines that a program has at once
+):
+    """Each program reads a block twice. The second time it is cached."""
+    wait_for_launch_before()
+    across = tl.cdiv(LENGTH, BLOCK)
+    first = (tl.program_id(0) // across * BLOCK).to(tl.int64)
+    columns = (tl.program_id(0) % across * BLOCK).to(tl.int64) + tl.arange(0, BLOCK)
+    strip = first + tl.arange(0, STRIP)
+    greatest = tl.zeros((STRIP, BLOCK), tl.int32)
+    for line in range(0, BLOCK, STRIP):
+        lines = strip + line
+        inside = (lines < LINES)[:, None] & (columns < LENGTH)[None, :]
+        value = load_strip(matrix, lines, columns, inside, line_stride, column_stride)
+        greatest = tl.maximum(greatest, magnitude(value))
+    largest = tl.max(greatest)
+    up, down, is_limited = scales_of(largest, _LEAST_EXPONENT)
+    least = tl.zeros((STRIP,), tl.int32)
+    balance = tl.zeros((STRIP, BLOCK), tl.int32)  # negative in sum where too much is lost
+    for line in range(0, BLOCK, STRIP):
+        lines = strip + line
+        inside = (lines < LINES)[:, None] & (columns < LENGTH)[None, :]
+        value = load_strip(matrix, lines, columns, inside, line_stride, column_stride)
+        high_part, low_part, lost = parts_of(value, up, LOST, True)
+        place = lines[:, None] * part_stride + columns[None, :]
+        tl.store(high + place, high_part, mask=inside)
+        tl.store(low + place, low_part, mask=inside)
+        kept = ((value != 0.0) & (is_limited == 0)).to(tl.int32) - _ONE_LOST_OF * lost
+        least = tl.minimum(least, tl.sum(kept, 1))
+        balance += kept
+    down = tl.where(largest > 0, down, 0.0)
+    of_lines, of_columns = tl.min(least), tl.min(tl.sum(balance, 0))
+    tl.store(scale + tl.program_id(0), tl.where(of_lines < 0, float("nan"), down))
+    tl.store(scale + tl.num_programs(0) + tl.program_id(0), tl.where(of_columns < 0, float("nan"), down))
+    clear(cleared, CLEARED, BLOCK)
+
+
+def split_blocks(matrix: torch.Tensor, clears: torch.Tensor | None = None) -> BlockSplit:
+    """Split a float32 matrix [rows, depth] of any strides. ``clears`` (int32) is set to 0, for the kernel behind."""
+    if is_transposed(matrix):
+        return split_blocks(matrix.T, clears).T
+    lines, length = matrix.shape
+    padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
+    parts = torch.empty(2, lines, padded, dtype=torch.float16, device=matrix.device)[..., :length]
+    high, low = parts[0], parts[1]
+    blocks = blocks_of(lines, BLOCK.value), blocks_of(length, BLOCK.value)
+    scale = torch.empty(2, *blocks, dtype=torch.float32, device=matrix.device)
+    launch(
+        split_blocks_kernel,
+        (scale[0].numel(),),
+        matrix.device,
+        matrix,
+        high,
+        low,
+        scale,
+        clears,
+        0 if clears is None else clears.numel(),
+        lines,
+        length,
+        *matrix.stride(),
+        high.stride(0),
+        LOST=MOST_LOST[2],
+        STRIP=_STRIP,
+        num_warps=_WARPS,
+    )
+    return BlockSplit(high, low, scale[0], scale[1])
