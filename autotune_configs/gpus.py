@@ -23,6 +23,9 @@ SHALLOWEST_FLOAT32, FEWEST_FLOAT32_ROWS = (0, 0) if INTERPRETED else (512, 512)
 #: depth, from so many terms on, fewer results suffice.
 FEWEST_FLOAT32_COLUMNS, FEWEST_FLOAT32_RESULTS = (0, 0) if INTERPRETED else (256, 3 * 2**18)
 SHALLOWEST_DIVIDED, FEWEST_DIVIDED_RESULTS = 2048, 2**19
+#: So few rows and columns, too, of so many multiplications. (H200: 0.56 of cuBLAS's time at 196 x 384 x 24576, 0.58 at
+#: 512 x 512 x 8192, where registers take 0.71 and 0.76; 0.90 at 768 x 196 x 8192; 1.01 at 128 x 512 x 24576.)
+NARROWEST_DIVIDED, WIDEST_OF_NARROW, FEWEST_DIVIDED_PRODUCTS = 192, 1024, 2**30
 
 #: With the weight split in registers: so many rows, columns and terms, and so many weights.
 FEWEST_ROWS, MANY_ROWS, FEWEST_COLUMNS, FEWEST_WEIGHTS = 16, 512, 512, 2**22
@@ -90,6 +93,9 @@ def float32_by_cublas(M: int, N: int, K: int, divides: bool = False) -> bool:
     """Whether operands of a float32 product [M, K] @ [N, K].T are not both split, in any precision: it has few rows,
     columns, results or terms. cuBLAS computes it, or ``float32_in_registers``. ``divides``: the kernel may divide K
     among multiprocessors (``LinearSplitConfig``)."""
+    are_narrow = NARROWEST_DIVIDED <= min(M, N) and max(M, N) <= WIDEST_OF_NARROW
+    if divides and are_narrow and M * N * K >= FEWEST_DIVIDED_PRODUCTS:
+        return False
     results = FEWEST_FLOAT32_RESULTS
     if divides and K >= SHALLOWEST_DIVIDED:
         results = min(results, FEWEST_DIVIDED_RESULTS)

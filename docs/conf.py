@@ -65,6 +65,7 @@ docs/performance
 docs/float32_products
 docs/float32_cublas
 docs/float32_few_rows
+docs/float32_gradients
 docs/half_precision_products
 docs/product_epilogues
 docs/wave_quantization

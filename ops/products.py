@@ -224,7 +224,7 @@ def of_one_matrix(
     for (a, b), (_, place, shape) in zip(operands, products, strict=True):
         turned = halves.T if place.endswith(".T") else halves
         given = (turned, None) if place.startswith("first") else (None, turned.T)
-        config = LinearSplitConfig(2, divides=is_transposed(a), in_blocks=True)
+        config = LinearSplitConfig(2, divides=True, in_blocks=True)
         results.append(torch.empty(shape, dtype=a.dtype, device=a.device))
         product(a, b.T, _BARE, config, [None], halves=given, output=rows_of(results[-1]))
     return results

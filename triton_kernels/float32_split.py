@@ -272,7 +272,7 @@ def split(
     high, low = memory[0], memory[1] if parts == 2 else None
     result = SplitOperand(high, low, scale)
     options: dict[str, Any] = {"MOST_LOST": MOST_LOST[parts], "MAY_LOSE": may_lose}
-    if shares_rows(operand):
+    if _shares_rows(operand):
         _split_shared(operand, result, clears, options)
         return result
     transposed = _FEW_TRANSPOSED if rows <= _FEW_ROWS else _TRANSPOSED_BLOCK
@@ -363,7 +363,7 @@ def _split_shared(
     )
 
 
-def shares_rows(operand: torch.Tensor) -> bool:
+def _shares_rows(operand: torch.Tensor) -> bool:
     """Whether programs share the operand's rows to split it, after a kernel that finds their largest elements."""
     *batch, rows, depth = operand.shape
     block_rows, block_depth, _ = _SHARED_BLOCK

@@ -100,6 +100,24 @@ def test_float32_products_of_few_rows_or_terms(monkeypatch):
 @pytest.mark.parametrize(
     "sizes, expected",
     [
+        ((384, 192, 2**14), False),
+        ((192, 1024, 2**13), False),
+        ((384, 191, 2**14), True),
+        ((192, 1025, 2**14), True),
+        ((384, 192, 2**13), True),  # few multiplications
+    ],
+)
+def test_deep_products_of_few_lines(sizes, expected, monkeypatch):
+    """Are the kernel's where it divides the terms."""
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_RESULTS", 2**20)
+    monkeypatch.setattr(gpus, "FEWEST_FLOAT32_ROWS", 512)
+    assert gpus.float32_by_cublas(*sizes, divides=True) is expected
+    assert gpus.float32_by_cublas(*sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
         ((1, 16, 2048, 2048), True),
         ((1, 15, 8192, 8192), False),
         ((1, 16, 2048, 2047), False),  # few weights

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton_kernels import float32_split
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_parts import LOW_SCALE, MOST_LOST, bounds_of
-from triton_kernels.float32_split import shares_rows, split
+from triton_kernels.float32_split import split
 from triton_kernels.float32_tiles import LinearRegistersConfig, LinearSplitConfig, sections_of, steps_of_parts
 from triton_kernels.grid import blocks_of
 from triton_kernels.linear import LinearConfig, linear
@@ -270,7 +270,7 @@ def test_few_rows_are_shared(monkeypatch):
 @pytest.mark.parametrize("depth_stride, expected", [(2**25 - 32, True), (2**25, False)])
 def test_rows_far_apart_are_not_shared(depth_stride, expected):
     """32-bit integers hold what lies between the elements of a block."""
-    assert shares_rows(torch.empty_strided((40, 1000), (1, depth_stride), device="meta")) is expected
+    assert float32_split._shares_rows(torch.empty_strided((40, 1000), (1, depth_stride), device="meta")) is expected
 
 
 @pytest.mark.parametrize(
