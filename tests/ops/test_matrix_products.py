@@ -166,6 +166,22 @@ def test_the_operator():
         torch.library.opcheck(matrix_products.PRODUCT, (given,))
 
 
+def test_products_of_one_matrix():
+    """The operator that graphs call: its values, and what is told and counted of it."""
+    matrix, *others = (each.detach() for each in drawn((6, 5), (5, 7), (6, 4), (3, 6), (8, 5)))
+    places = "first,first.T,second,second.T"
+    torch.library.opcheck(matrix_products.PRODUCTS_OF_ONE, (places, matrix, others))
+    expected = [matrix @ others[0], matrix.T @ others[1], others[2] @ matrix, others[3] @ matrix.T]
+    calls = ops.explain(lambda: matrix_products.PRODUCTS_OF_ONE(places, matrix, others)).calls
+    assert [each.chain for each in calls] == ["6 x 5 @ 5 x 7, 5 x 6 @ 6 x 4, 3 x 6 @ 6 x 5, 8 x 5 @ 5 x 6"]
+    with FlopCounterMode(display=False) as counter:
+        results = matrix_products.PRODUCTS_OF_ONE(places, matrix, others)
+    assert counter.get_total_flops() == 2 * (6 * 5 * 7 + 5 * 6 * 4 + 3 * 6 * 5 + 8 * 5 * 6)
+    for got, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        assert got.is_contiguous()
+
+
 @pytest.mark.parametrize("shapes", [((6, 5), (5, 7)), ((4, 6, 5), (4, 5, 7))], ids=str)
 def test_derivatives_of_other_kinds(shapes, is_ours):
     """Forward-mode, several gradients at once, and what ``torch.jit`` traces."""
