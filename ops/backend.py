@@ -70,6 +70,7 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
     passes = [others] if callable(others) else list(others or ())
 
     module = sys.modules[change.__module__]
+    used = [each for each in vars(module).values() if inspect.ismodule(each) and each.__name__.startswith("ops.")]
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
@@ -79,7 +80,8 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
         def uuid(self) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
             settings = change.__name__, precision.convolutions_allow_tf32()
-            return (inspect.getsource(module), *settings, *known) if all(known) else None  # from an archive, too
+            sources = map(inspect.getsource, (module, *used))  # from an archive, too
+            return (*sources, *settings, *known) if all(known) else None
 
     return Pass()
 

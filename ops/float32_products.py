@@ -112,7 +112,7 @@ def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
     taken = [node for node in graph.nodes if node.target in _PRODUCTS and _is_faster(node)]
-    paired = paired_products.pair([node for node in taken if _is_split(node)])
+    paired = paired_products.pair(taken, _is_split)
     for node in taken:
         if node not in paired:
             _replace(node)

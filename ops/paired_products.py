@@ -2,7 +2,8 @@
 matrix is split once (``triton_kernels.float32_block_split``): mostly the gradients of a layer's input and weight."""
 
 import operator
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,9 @@ class _Use:
     def _found(self) -> tuple[Any, bool]:
         """The matrix, and whether it is transposed."""
         matrix, is_turned = self.node.args[self.operand], False
-        while matrix.target is aten.permute.default and list(matrix.args[1]) == [1, 0]:
-            matrix, is_turned = matrix.args[0], not is_turned
+        while matrix.target is aten.permute.default:
+            is_turned ^= matrix.args[1][0] in (1, -1)
+            matrix = matrix.args[0]
         return matrix, is_turned
 
     @property
@@ -51,38 +53,52 @@ class _Use:
         return int(self.place in ("first", "second.T"))
 
 
-def pair(products: Sequence[Node]) -> set[Node]:
-    """Replace pairs of these ``aten.mm``, which stand in order. Returns what was replaced."""
+def pair(products: Sequence[Node], is_split: Callable[[Node], bool]) -> set[Node]:
+    """Replace pairs of these products, which stand in order: of ``aten.mm`` that ``is_split``. Returns what was
+    replaced."""
     paired: set[Node] = set()
-    waiting: list[_Use] = []
-    for node in products:
+    waiting: dict[Node, list[_Use]] = defaultdict(list)
+    places = _places(products)
+    for before, node in zip([None, *products], products, strict=False):
+        if not is_split(node):
+            continue
         uses = [_Use(node, 0), _Use(node, 1)]
-        fitting = ((one, use) for use in uses for one in waiting if one.matrix is use.matrix and one.axis != use.axis)
-        if found := next((one for one, use in fitting if _are_replaced(one, use)), None):
+        fitting = ((one, use) for use in uses for one in waiting[use.matrix] if one.axis != use.axis)
+        if found := next((one for one, use in fitting if _are_replaced(one, use, one.node is before, places)), None):
             paired |= {found.node, node}
-            waiting = [one for one in waiting if one.node is not found.node]
+            places = _places(products)
+            for matrix, others in waiting.items():
+                waiting[matrix] = [one for one in others if one.node is not found.node]
         else:
-            waiting += uses
+            for use in uses:
+                waiting[use.matrix].append(use)
     return paired
 
 
-def _are_replaced(first: _Use, second: _Use) -> bool:
-    """Both shall stand where one of them stood, so that nothing is computed much earlier or later: where the first did,
-    if there what the second reads is known or a view of that; or else where the second did, if the first one's users
-    stand behind."""
-    places = {node: place for place, node in enumerate(first.node.graph.nodes)}
-    views = []
-    source = second.other
-    while places[source] > places[first.node] and source.target in _VIEWS:
+def _places(products: Sequence[Node]) -> dict[Node, int]:
+    return {node: place for place, node in enumerate(products[0].graph.nodes)} if products else {}
+
+
+def _are_replaced(first: _Use, second: _Use, are_neighbours: bool, places: dict[Node, int]) -> bool:
+    """Whether both can stand where one of them stood, so that nothing large is computed much earlier: where the first
+    did, if no product stands between, and what the second reads is known there or a view of that; or else where the
+    second did, if the first one's users stand behind."""
+    one, other = first.node, second.node
+
+    def is_known(node: Node) -> bool:
+        return places[node] < places[one]
+
+    views, source = [], second.other
+    while not is_known(source) and source.target in _VIEWS and all(map(is_known, source.all_input_nodes[1:])):
         views.append(source)
         source = source.args[0]
-    if places[source] < places[first.node]:
+    if are_neighbours and is_known(source):
         for view in reversed(views):
-            first.node.prepend(view)
-        _replace(first, second, first.node)
+            one.prepend(view)
+        _replace(first, second, one)
         return True
-    if all(places[user] > places[second.node] for user in first.node.users):
-        _replace(first, second, second.node)
+    if all(places[user] > places[other] for user in one.users):
+        _replace(first, second, other)
         return True
     return False
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.float32_parts import MOST_LOST, magnitude, parts_of, scales_of
+from triton_kernels.float32_parts import magnitude, parts_of, scales_of
 from triton_kernels.float32_split import ALIGNMENT, clear, is_transposed
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -22,6 +22,9 @@ from triton_kernels.launch import launch, wait_for_launch_before
 BLOCK = tl.constexpr(128)
 #: Scales are limited as if the largest element were no less, so that a product of two, and 2**-11 of it, is a number.
 _LEAST_EXPONENT = tl.constexpr(127 - 52)
+#: The error from which an element loses too much. (Low times low is left out: where rows of both operands are so small,
+#: 2**-19 of each is too much of the result.) Elements down to 2**-29 of the largest never lose that much.
+_MOST_LOST = 2.0**-21
 #: Of so many elements of a row or column of a block that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(64)
 #: Lines that a program has at once, and its warps.
@@ -88,6 +91,7 @@ def split_blocks_kernel(
         place = lines[:, None] * part_stride + columns[None, :]
         tl.store(high + place, high_part, mask=inside)
         tl.store(low + place, low_part, mask=inside)
+        lost = tl.where((value != 0.0) & (value * up == 0.0), 1, lost)
         kept = ((value != 0.0) & (is_limited == 0)).to(tl.int32) - _ONE_LOST_OF * lost
         least = tl.minimum(least, tl.sum(kept, 1))
         balance += kept
@@ -122,7 +126,7 @@ def split_blocks(matrix: torch.Tensor, clears: torch.Tensor | None = None) -> Bl
         length,
         *matrix.stride(),
         high.stride(0),
-        LOST=MOST_LOST[2],
+        LOST=_MOST_LOST,
         STRIP=_STRIP,
         num_warps=_WARPS,
     )

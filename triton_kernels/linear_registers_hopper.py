@@ -38,6 +38,7 @@ from triton_kernels.hopper_memory import async_store, load_box, view
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import tile_count, tile_place
 from triton_kernels.linear_registers_finish import finish
+from triton_kernels.linear_split_sums import check_scales
 
 #: Terms of a step, which share a scale, and those that tensor cores add up.
 BLOCK_K, _BLOCK = gl.constexpr(64), gl.constexpr(16)
@@ -227,7 +228,7 @@ def multiply(
             gl.atomic_max(weight_bounds + batch * N + rows, bound.to(gl.int32, bitcast=True), mask=is_bounded)
             gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=is_bounded)
             if HALF == 0:
-                check_scales(input_scale + batch * is_own * M, any_rest, m + behind, M, BLOCK_M)
+                check_scales(input_scale + batch * is_own * M, m + behind, M, any_rest, BLOCK_M, 4)
             of_columns = gl.load(input_scale + batch * is_own * M + columns, mask=columns < M, other=1.0)
             total *= gl.expand_dims(of_columns, 0)
             if bias is not None:
@@ -255,14 +256,6 @@ def multiply(
                     async_store(staged, [of_part, m, n + HALF * _HALF], box)
     if staged is not None:
         tma.store_wait(pendings=0)
-
-
-@gluon.jit
-def check_scales(scales, any_rest, first, M, BLOCK_M: gl.constexpr):
-    """Tell of rows of the input without a scale."""
-    rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    values = gl.load(scales + rows, mask=rows < M, other=1.0)
-    gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=values != values)
 
 
 @gluon.jit

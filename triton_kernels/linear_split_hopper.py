@@ -26,7 +26,7 @@ from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.hopper_memory import async_load
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import store_pointers, tile_count, tile_place
-from triton_kernels.linear_split_sums import multiply_blocks, multiply_once, multiply_rows, release
+from triton_kernels.linear_split_sums import check_scales, multiply_blocks, multiply_once, multiply_rows, release
 
 #: Rows of a program that adds up sections.
 _SECTION_ROWS = 8
@@ -74,9 +74,9 @@ def item_place(item, M, N, K, sections, shares, CONFIG: gl.constexpr):
     if sections is not None:
         whole, _, depth = shares
         if item >= whole:
-            left = tile_count(M, N, CONFIG) - whole
-            tile = whole + (item - whole) % left
-            first = (item - whole) // left * depth
+            divided = tile_count(M, N, CONFIG) - whole
+            tile = whole + (item - whole) % divided
+            first = (item - whole) // divided * depth
             end = gl.minimum(first + depth, K)
     row, column = tile_place(tile, M, N, CONFIG)
     return tile, row, column, first, end
@@ -117,14 +117,6 @@ def copy_in(
 
 
 @gluon.jit
-def check_scales(scale, first, end, left_tile, LENGTH: gl.constexpr):
-    """Tell of rows without a scale, of a tile's LENGTH rows."""
-    rows = gl.arange(0, LENGTH, layout=gl.BlockedLayout([1], [32], [8], [0]))
-    found = gl.load(scale + first + rows, mask=rows < end - first, other=1.0)
-    gl.store(left_tile + rows * 0, gl.full_like(rows, 1), mask=found != found)
-
-
-@gluon.jit
 def multiply(
     output,
     saved,
@@ -154,8 +146,8 @@ def multiply(
     for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
         tile, row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
         if not CONFIG.in_blocks:  # while registers are free
-            check_scales(scales[0][0], row, M, left + tile, BLOCK_M)
-            check_scales(scales[1][0], column, N, left + tile, BLOCK_N)
+            check_scales(scales[0][0], row, M, left + tile, BLOCK_M, 8)
+            check_scales(scales[1][0], column, N, left + tile, BLOCK_N, 8)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
         if CONFIG.in_blocks:
             total, count, factors = multiply_blocks(
@@ -259,13 +251,13 @@ def linear_sections_kernel(
     BLOCK_N: tl.constexpr = CONFIG.block_n
     STRIPS: tl.constexpr = CONFIG.block_m // ROWS
     item, strip = tl.program_id(0) // STRIPS, tl.program_id(0) % STRIPS
-    left = tile_count(M, N, CONFIG) - whole
+    divided = tile_count(M, N, CONFIG) - whole
     row, column = tile_place(whole + item, M, N, CONFIG)
     rows = strip * ROWS + tl.arange(0, ROWS)
     source = sections + rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for section in range(count):
-        total += tl.load(source + (section * left + item).to(tl.int64) * (CONFIG.block_m * BLOCK_N))
+        total += tl.load(source + (section * divided + item).to(tl.int64) * (CONFIG.block_m * BLOCK_N))
     place = (row + strip * ROWS, column, M, N)
     chain_epilogue(
         total, place, output, saved, operands, eps, store_pointers, triton_indices, CHAIN, GROUP_SIZE, tl.float32

@@ -164,3 +164,11 @@ def multiply_blocks(
     total, block, mixed = multiply_second_step(operands, total, block, mixed, factor, barriers, count + 1, CONFIG)
     block = warpgroup_mma_wait(num_outstanding=0, deps=(block,))
     return add_scaled(total, block, factor), count + 2, factors
+
+
+@gluon.jit
+def check_scales(scale, first, end, flag, LENGTH: gl.constexpr, WARPS: gl.constexpr):
+    """Set a flag if one of LENGTH rows from ``first`` on has no scale."""
+    rows = gl.arange(0, LENGTH, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    found = gl.load(scale + first + rows, mask=rows < end - first, other=1.0)
+    gl.store(flag + rows * 0, gl.full_like(rows, 1), mask=found != found)

@@ -180,6 +180,10 @@ def test_products_of_one_matrix():
     for got, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
         assert got.is_contiguous()
+    a, b, c = (torch.randn(6, 6) for _ in range(3))
+    for places, wanted in (("first,first.T", (a @ b, a.T @ c)), ("first.T,first", (a.T @ b, a @ c))):
+        results = matrix_products.PRODUCTS_OF_ONE(places, a, [b, c])
+        torch.testing.assert_close(results, list(wanted), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shapes", [((6, 5), (5, 7)), ((4, 6, 5), (4, 5, 7))], ids=str)

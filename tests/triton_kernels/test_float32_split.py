@@ -1,6 +1,7 @@
 """Splitting float32 into float16 parts: what they hold, what is left to float32, and the tiles that remain."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import triton
 import triton.language as tl
 
 from triton_kernels import float32_split
+from triton_kernels import linear as linear_module
 from triton_kernels.chains import LINEAR
+from triton_kernels.float32_block_split import BLOCK
 from triton_kernels.float32_parts import LOW_SCALE, MOST_LOST, bounds_of
 from triton_kernels.float32_split import split
 from triton_kernels.float32_tiles import LinearRegistersConfig, LinearSplitConfig, sections_of, steps_of_parts
@@ -178,6 +181,7 @@ def test_config(parts):
     for name in ("block_m", "epilogue_columns", "group_m"):
         assert getattr(rest, name) == getattr(config, name), name
     assert rest.block_k <= 32
+    assert config.terms == 64 and replace(config, in_blocks=True).terms == BLOCK.value
 
 
 @pytest.mark.parametrize("row_rest, column_rest", [(None, None), (21, None), (None, 3), (0, 33)])
@@ -198,6 +202,18 @@ def test_only_the_remaining_tiles_are_computed(row_rest, column_rest):
     output = torch.full((40, 36), 7.0)
     left = left.T.flatten()  # tiles go down the columns
     linear(input, weight, LINEAR, LinearConfig(16, 16, 16), (None,), output=output, left=left)
+    torch.testing.assert_close(output, expected)
+
+
+def test_more_tiles_than_a_program_reads_flags_of(monkeypatch):
+    """133 of one program: it computes those that are left, and no other."""
+    monkeypatch.setattr(linear_module, "multiprocessor_count", lambda device: 1)
+    input, weight = matrix(16, 24), matrix(133 * 16, 24, seed=1)
+    left = torch.zeros(133, dtype=torch.int32)
+    left[[0, 63, 64, 65, 130, 132]] = 1
+    output = torch.full((16, 133 * 16), 7.0)
+    linear(input, weight, LINEAR, LinearConfig(16, 16, 16), (None,), output=output, left=left)
+    expected = torch.where(left.repeat_interleave(16) == 1, input @ weight.T, 7.0)
     torch.testing.assert_close(output, expected)
 
 
