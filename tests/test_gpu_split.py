@@ -288,7 +288,7 @@ def test_products_of_compiled_graphs(layers, caplog, monkeypatch):
     layer and its function are a chain, which computes three of the six. Both gradients of the second are one call."""
     model, step, check = layers
     pairs, pair = [], paired_products.pair
-    monkeypatch.setattr(paired_products, "pair", lambda products: pairs.append(pair(products)) or pairs[-1])
+    monkeypatch.setattr(paired_products, "pair", lambda *given: pairs.append(pair(*given)) or pairs[-1])
     with caplog.at_level("INFO", "ops.backend"), torch.compiler.config.patch(force_disable_caches=True):
         check(step(torch.compile(model, backend=normfuse)))
     assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 3
