@@ -81,7 +81,7 @@ def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
             settings = change.__name__, precision.convolutions_allow_tf32()
             sources = map(inspect.getsource, (module, *used))  # from an archive, too
-            return (*sources, *settings, *known) if all(known) else None
+            return (*settings, *sources, *known) if all(known) else None
 
     return Pass()
 

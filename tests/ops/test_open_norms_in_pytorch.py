@@ -1,6 +1,7 @@
 """Promise: what PyTorch builds on graphs takes open norms as it takes its own."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -141,3 +142,12 @@ def test_passes_of_the_user():
     unknown = _behind(lambda graph: ran.append("other"), "joint_custom_pre_pass", lay_out)
     unknown(graph)
     assert ran == ["own", "other"] and unknown.uuid() is None
+
+
+def test_what_a_pass_is_known_by():
+    """Its module, and those of this project's that it uses: a change of any makes another pass."""
+    from ops import float32_products, paired_products
+    from ops.backend import _behind
+
+    found = _behind([], "post_grad_custom_post_pass", float32_products.take_over).uuid()
+    assert {inspect.getsource(each) for each in (float32_products, paired_products)} <= set(found)
