@@ -1,8 +1,8 @@
 """Split float32 matrices into float16 parts where blocks of 128 x 128 elements share a scale (``float32_parts``).
 
-One pass over a matrix makes parts that serve along either axis: a layer's weight in its result and in its input's
-gradient, the gradient of its result in both that it leads to. The product multiplies the sum of each block of terms by
-the two scales. Rows or columns of a block in which too much is lost leave its scale NaN, for products along them.
+One pass over a matrix makes parts that serve along either axis, as the gradient of a layer's result does in both
+gradients that it leads to. The product multiplies the sum of each block of terms by the two scales. Rows or columns of
+a block in which too much is lost leave its scale NaN, for products along them.
 
 An element far below the largest of its block loses digits: what ``float32_split`` says of rows holds of blocks.
 """
