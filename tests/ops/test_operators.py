@@ -118,6 +118,7 @@ def test_operators():
         "max_pool",
         "max_pool_backward",
         "product",
+        "product.of_one_matrix",
         "statistics",
         "sums",
     }
