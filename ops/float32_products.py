@@ -19,11 +19,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import paired_products, precision
+from ops import paired_products
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.inductor import as_called
 from ops.layouts import call_like
-from ops.matrix_products import PRODUCT, are_plain, pays
+from ops.matrix_products import PRODUCT, are_plain, multiplier
+from ops.precision import Multiplier
 
 aten = torch.ops.aten
 
@@ -74,7 +75,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         given = options or {}
         if function in _PRODUCTS:
-            if IS_ON and not given and _is_valid(function, arguments) and _pays(arguments):
+            if IS_ON and not given and _is_valid(function, arguments) and _multiplier(arguments) != "cuBLAS":
                 return PRODUCT(_in_order(arguments))
         elif function in _CONVOLUTIONS:
             if IS_ON and not given and _are_images(function, arguments):
@@ -111,8 +112,9 @@ def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
 
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
-    taken = [node for node in graph.nodes if node.target in _PRODUCTS and _is_faster(node)]
-    paired = paired_products.pair(taken, _is_split)
+    multipliers = {node: _multiplier_of(node) for node in graph.nodes if node.target in _PRODUCTS}
+    taken = [node for node, multiplier in multipliers.items() if multiplier != "cuBLAS"]
+    paired = paired_products.pair(taken, lambda node: multipliers[node] == "kernel")
     for node in taken:
         if node not in paired:
             _replace(node)
@@ -121,31 +123,19 @@ def take_over(graph: Graph) -> None:
         _log.info("%d float32 products as products of float16 parts", len(taken) + len(convolutions))
 
 
-def _is_split(node: Node) -> bool:
-    """Whether the kernel of split operands makes a product, which has no bias."""
-    operands = _operands(node) if node.target is aten.mm.default else None
-    return operands is not None and precision.multiplier(operands[0], operands[1].T, may_divide=True) == "kernel"
-
-
-def _is_faster(node: Node) -> bool:
-    operands = _operands(node)
-    return operands is not None and _pays(operands)
-
-
-def _operands(node: Node) -> list[torch.Tensor] | None:
-    """Those of a product with the sizes of the call that is compiled; None where they are unknown, or it has more
-    arguments."""
+def _multiplier_of(node: Node) -> Multiplier:
+    """What multiplies, where a node is a float32 product for which our kernels are faster; else cuBLAS."""
     values = [each.meta.get("val") for each in (*node.args, node) if isinstance(each, Node)]
     if len(values) <= len(node.args) or node.kwargs:  # beta and alpha, or another dtype for the result
-        return None
+        return "cuBLAS"
     if not all(isinstance(each, torch.Tensor) for each in values):
-        return None  # as yet unknown, behind another's pass
+        return "cuBLAS"  # as yet unknown, behind another's pass
     operands: list[Any] = values[:-1]
     # An open size is taken as it is in the call that is compiled. Each call decides for itself again. But PyTorch may
     # repeat a bias.
     is_decided = len(operands) == 2 or all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
     as_called = [each for each in map(_as_called, operands if is_decided else ()) if each is not None]
-    return as_called if len(as_called) == len(operands) else None
+    return _multiplier(as_called) if len(as_called) == len(operands) else "cuBLAS"
 
 
 def _as_called(tensor: Any) -> torch.Tensor | None:
@@ -161,9 +151,10 @@ def _as_called(tensor: Any) -> torch.Tensor | None:
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
-def _pays(operands: Sequence[Any]) -> bool:
+def _multiplier(operands: Sequence[Any]) -> Multiplier:
     *bias, _, matrix = operands
-    return all(tuple(each.shape) == (matrix.shape[1],) for each in bias) and pays(_in_order(operands))
+    is_one = all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
+    return multiplier(_in_order(operands)) if is_one else "cuBLAS"
 
 
 def _in_order(operands: Sequence[Any]) -> list[Any]:

@@ -88,16 +88,21 @@ def _is_exact(input: Any) -> bool:
     return not precision.why_no_kernels(input) and precision.is_exact(input)
 
 
-def pays(operands: Sequence[Any]) -> bool:
-    """Whether these, as ``PRODUCT`` takes them, are of a float32 product on Hopper for which cuBLAS takes longer. Fake
-    tensors do."""
+def multiplier(operands: Sequence[Any]) -> precision.Multiplier:
+    """What multiplies these, as ``PRODUCT`` takes them: cuBLAS unless it is a float32 product on Hopper for which that
+    takes longer. Fake tensors do."""
     input, matrix = operands[:2]
     if not _is_exact(input):
-        return False
+        return "cuBLAS"
     if input.ndim == 3 and len(input) != 1:
-        return precision.rows_in_registers(input, matrix.mT) is not None
+        return "cuBLAS" if precision.rows_in_registers(input, matrix.mT) is None else "registers"
     input, matrix = (each[0] if each.ndim == 3 else each for each in (input, matrix))
-    return precision.multiplier(input, matrix.T, may_divide=True) != "cuBLAS"
+    return precision.multiplier(input, matrix.T, may_divide=True)
+
+
+def pays(operands: Sequence[Any]) -> bool:
+    """Whether kernels multiply these faster than cuBLAS."""
+    return multiplier(operands) != "cuBLAS"
 
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> None:

@@ -54,21 +54,21 @@ class _Use:
 
 
 def pair(products: Sequence[Node], is_split: Callable[[Node], bool]) -> set[Node]:
-    """Replace pairs of these products, which stand in order: of ``aten.mm`` that ``is_split``. Returns what was
+    """Replace pairs of these products, which stand in order: ``aten.mm`` whose operands ``is_split``. Returns what was
     replaced."""
     paired: set[Node] = set()
     waiting: dict[Node, list[_Use]] = defaultdict(list)
     places = _places(products)
     for before, node in zip([None, *products], products, strict=False):
-        if not is_split(node):
+        if node.target is not aten.mm.default or not is_split(node):
             continue
         uses = [_Use(node, 0), _Use(node, 1)]
-        fitting = ((one, use) for use in uses for one in waiting[use.matrix] if one.axis != use.axis)
+        fitting = (
+            (one, use) for use in uses for one in waiting[use.matrix] if one.node not in paired and one.axis != use.axis
+        )
         if found := next((one for one, use in fitting if _are_replaced(one, use, one.node is before, places)), None):
             paired |= {found.node, node}
             places = _places(products)
-            for matrix, others in waiting.items():
-                waiting[matrix] = [one for one in others if one.node is not found.node]
         else:
             for use in uses:
                 waiting[use.matrix].append(use)

@@ -92,13 +92,13 @@ def product(
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     left = torch.empty(tiles, dtype=torch.int32, device=input.device)
     first, second = halves
+    first = first or _split(input, config, None if second is None else left)
     second = second or _split(weight, config, left)
-    first = first or _split(input, config, left)
     linear_split(first, second, chain, config, operands, left=left, **arguments)
     linear(input, weight, chain, config.rest, operands, left=left, **precisely)
 
 
-def _split(operand: torch.Tensor, config: LinearSplitConfig, clears: torch.Tensor) -> SplitOperand | BlockSplit:
+def _split(operand: torch.Tensor, config: LinearSplitConfig, clears: torch.Tensor | None) -> SplitOperand | BlockSplit:
     return split_blocks(operand, clears) if config.in_blocks else split(operand, config.parts, clears=clears)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.float32_parts import magnitude, parts_of, scales_of
-from triton_kernels.float32_split import ALIGNMENT, clear, is_transposed
+from triton_kernels.float32_split import ALIGNMENT, block_at, clear, is_transposed
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
 
@@ -47,8 +47,11 @@ class BlockSplit:
 
 
 @triton.jit
-def load_strip(matrix, lines, columns, inside, line_stride, column_stride):
-    return tl.load(matrix + lines[:, None] * line_stride + columns[None, :] * column_stride, mask=inside, other=0.0)
+def load_strip(matrix, lines, columns, LINES, LENGTH, line_stride, column_stride):
+    """Lines of a block, and which elements are inside the matrix; zeros outside."""
+    inside = (lines < LINES)[:, None] & (columns < LENGTH)[None, :]
+    source = block_at(matrix, 0, lines, columns, line_stride, column_stride, 0)
+    return tl.load(source, mask=inside, other=0.0), inside
 
 
 @triton.jit
@@ -75,20 +78,16 @@ def split_blocks_kernel(
     strip = first + tl.arange(0, STRIP)
     greatest = tl.zeros((STRIP, BLOCK), tl.int32)
     for line in range(0, BLOCK, STRIP):
-        lines = strip + line
-        inside = (lines < LINES)[:, None] & (columns < LENGTH)[None, :]
-        value = load_strip(matrix, lines, columns, inside, line_stride, column_stride)
+        value, _ = load_strip(matrix, strip + line, columns, LINES, LENGTH, line_stride, column_stride)
         greatest = tl.maximum(greatest, magnitude(value))
     largest = tl.max(greatest)
     up, down, is_limited = scales_of(largest, _LEAST_EXPONENT)
     least = tl.zeros((STRIP,), tl.int32)
     balance = tl.zeros((STRIP, BLOCK), tl.int32)  # negative in sum where too much is lost
     for line in range(0, BLOCK, STRIP):
-        lines = strip + line
-        inside = (lines < LINES)[:, None] & (columns < LENGTH)[None, :]
-        value = load_strip(matrix, lines, columns, inside, line_stride, column_stride)
+        value, inside = load_strip(matrix, strip + line, columns, LINES, LENGTH, line_stride, column_stride)
         high_part, low_part, lost = parts_of(value, up, LOST, True)
-        place = lines[:, None] * part_stride + columns[None, :]
+        place = block_at(0, 0, strip + line, columns, part_stride, 1, 0)
         tl.store(high + place, high_part, mask=inside)
         tl.store(low + place, low_part, mask=inside)
         lost = tl.where((value != 0.0) & (value * up == 0.0), 1, lost)

@@ -20,10 +20,6 @@ LOW_SCALE = tl.constexpr(2048.0)
 #: Scales are limited as if the largest element were within 2**-60 ... 2**60, so that a product of two cannot overflow.
 _LEAST_EXPONENT = tl.constexpr(127 - 60)
 _GREATEST_EXPONENT = tl.constexpr(127 + 60)
-#: The error from which an element loses too much, by number of parts: eight or four times the usual error. Elements
-#: down to 2**-31 (two parts) or 2**-30 (one) of the largest never lose that much. Of normally distributed numbers one
-#: in 7e8, or 3e8, is smaller.
-MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
 #: Below 2**-28 of the largest, high is subnormal. The exponent, in a float32's place.
 _FARTHEST = tl.constexpr(28 << 23)
 

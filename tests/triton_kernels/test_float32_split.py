@@ -12,7 +12,7 @@ from triton_kernels import float32_split
 from triton_kernels import linear as linear_module
 from triton_kernels.chains import LINEAR
 from triton_kernels.float32_block_split import BLOCK
-from triton_kernels.float32_parts import LOW_SCALE, MOST_LOST, bounds_of
+from triton_kernels.float32_parts import LOW_SCALE, bounds_of
 from triton_kernels.float32_split import split
 from triton_kernels.float32_tiles import LinearRegistersConfig, LinearSplitConfig, sections_of, steps_of_parts
 from triton_kernels.grid import blocks_of
@@ -117,7 +117,7 @@ def test_rows_of_wide_range(parts, fits, lost):
         assert rest == is_rest
         assert result.scale.isnan().nonzero().flatten().tolist() == [2] * is_rest
         if not is_rest:
-            assert ((whole(result) - operand.double()).abs() <= MOST_LOST[parts] * operand.abs()).all()
+            assert ((whole(result) - operand.double()).abs() <= float32_split._MOST_LOST[parts] * operand.abs()).all()
 
 
 @pytest.mark.parametrize("parts, fits, most_lost", [(1, -30, 2.0**-9), (2, -31, 2.0**-19)])
