@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from ops import float32_products, inductor, layouts, precision, rewriting
+from ops import copies, float32_products, inductor, layouts, precision, rewriting
 
 _log = logging.getLogger(__name__)
 
@@ -48,39 +48,40 @@ def normfuse(
     _log.info("%d chains in a graph of %d nodes", len(found), len(module.graph.nodes))
     for each in found:
         _log.info("%s%s, in the place of %s", "open " if each.is_open else "", each.chain, ", ".join(each.nodes))
-    for name, change in _PASSES.items():
-        given[name] = _behind(given.get(name), name, change)
+    for name, changes in _PASSES.items():
+        given[name] = _behind(given.get(name), name, changes)
     return torch._inductor.compile(module, list(example_inputs), options=given)
 
 
-#: By the name of Inductor's option a pass over graphs behind autograd.
-_PASSES = {
-    "joint_custom_pre_pass": layouts.lay_out,
-    "joint_custom_post_pass": layouts.hold_apart,
-    **({"post_grad_custom_post_pass": float32_products.take_over} if float32_products.IS_ON else {}),
+#: By the name of Inductor's option the passes over graphs behind autograd.
+_PASSES: dict[str, Sequence[Callable[[Graph], None]]] = {
+    "joint_custom_pre_pass": [layouts.lay_out],
+    "joint_custom_post_pass": [layouts.hold_apart],
+    "post_grad_custom_post_pass": [*([float32_products.take_over] if float32_products.IS_ON else []), copies.join],
 }
 
 
-def _behind(others: Any, name: str, change: Callable[[Graph], None]) -> Any:
-    """The pass behind the user's own. PyTorch's caches know it by its uuid."""
+def _behind(others: Any, name: str, changes: Sequence[Callable[[Graph], None]]) -> Any:
+    """A pass that makes these changes behind the user's own. PyTorch's caches know it by its uuid."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     others = getattr(config, name) if others is None else others
     passes = [others] if callable(others) else list(others or ())
 
-    module = sys.modules[change.__module__]
-    used = [each for each in vars(module).values() if inspect.ismodule(each) and each.__name__.startswith("ops.")]
+    modules = [sys.modules[each.__module__] for each in changes]
+    values = [each for module in modules for each in vars(module).values()]
+    used = [each for each in values if inspect.ismodule(each) and each.__name__.startswith("ops.")]
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            for each in (*passes, change, inductor.begin):
+            for each in (*passes, *changes, inductor.begin):
                 each(graph)
 
         def uuid(self) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            settings = change.__name__, precision.convolutions_allow_tf32()
-            sources = map(inspect.getsource, (module, *used))  # from an archive, too
+            settings = *(each.__name__ for each in changes), precision.convolutions_allow_tf32()
+            sources = map(inspect.getsource, dict.fromkeys([*modules, *used]))  # from an archive, too
             return (*settings, *sources, *known) if all(known) else None
 
     return Pass()

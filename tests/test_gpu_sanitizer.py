@@ -12,6 +12,7 @@ The last test says which kernels were launched with which dtypes, and that none 
 """
 
 import importlib
+import itertools
 import os
 from pkgutil import iter_modules
 
@@ -38,6 +39,7 @@ from tests.chains import (
     with_layout,
 )
 from tests.gpu import DEVICE, arguments_of
+from triton_kernels.copies import copy_all
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 
@@ -218,6 +220,19 @@ def test_max_pooling(format, dtype):
     target = torch.empty(3, 5, 13, 7, dtype=dtype, device=DEVICE, memory_format=format)
     max_pool_backward(*(each.view(3, 5, -1) for each in (gradient, chosen, target)), axes)
     assert target.isfinite().all()
+
+
+@pytest.mark.parametrize("target_dtype", DTYPES, ids=chain_id)
+@by_dtype
+def test_copies(dtype, target_dtype):
+    """Of weights in either layout into either; no block is whole but one."""
+    shapes = (1, 3, 3, 3), (4, 5, 1, 1), (7, 33, 3, 3), (2048, 1, 1, 1)
+    sources, targets = [], []
+    for shape, format, target_format in itertools.product(shapes, FORMATS, FORMATS):
+        sources.append(torch.randn(shape, device=DEVICE).to(dtype).contiguous(memory_format=format))
+        targets.append(torch.empty(shape, dtype=target_dtype, device=DEVICE, memory_format=target_format))
+    copy_all(sources, targets)
+    assert all(torch.equal(target, source.to(target_dtype)) for source, target in zip(sources, targets, strict=True))
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="each of several processes launches a part")

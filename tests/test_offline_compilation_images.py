@@ -21,6 +21,7 @@ from triton_kernels.chains import (
     CONV_TRANSPOSE2D_GELU_GROUP_NORM,
 )
 from triton_kernels.convolution_tiling import StrideOneConvolution
+from triton_kernels.copies import MOST_COPIES, copy_all
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
@@ -95,6 +96,24 @@ def test_image_copy(source, target, size, arch):
     kernels = compile_launches(launch, arch)
     assert len(kernels) == 4
     assert_fit_without_spills(kernels)
+
+
+@by_architecture
+def test_copies(arch):
+    """One kernel for any number of weights, which threads take several elements of at once."""
+
+    def launch():
+        for dtype, target_dtype in (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32):
+            for count in 3, MOST_COPIES:
+                weights = [images(dtype, CONTIGUOUS, size=size + 1) for size in range(count)]
+                copies = [torch.empty_like(each, dtype=target_dtype, memory_format=CHANNELS_LAST) for each in weights]
+                copy_all(weights, copies)
+
+    kernels = {kernel.ptx: kernel for kernel in compile_launches(launch, arch)}
+    assert len(kernels) == 2
+    assert_fit_without_spills(kernels.values())
+    for kernel in kernels.values():
+        assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx
 
 
 #: Bytes a thread that the convolution's epilogue may spill. With tiles of 256 pixels it has 112 registers; that some

@@ -134,20 +134,20 @@ def test_passes_of_the_user():
         def uuid(self):
             return "own"
 
-    behind = _behind(Own(), "joint_custom_pre_pass", lay_out)
+    behind = _behind(Own(), "joint_custom_pre_pass", [lay_out])
     graph = torch.fx.Graph()
     graph.output(())
     behind(graph)
     assert ran == ["own"] and "own" in behind.uuid()
-    unknown = _behind(lambda graph: ran.append("other"), "joint_custom_pre_pass", lay_out)
+    unknown = _behind(lambda graph: ran.append("other"), "joint_custom_pre_pass", [lay_out])
     unknown(graph)
     assert ran == ["own", "other"] and unknown.uuid() is None
 
 
 def test_what_a_pass_is_known_by():
-    """Its module, and those of this project's that it uses: a change of any makes another pass."""
-    from ops import float32_products, paired_products
+    """Its changes' modules, and those of this project's that they use: a change of any makes another pass."""
+    from ops import copies, float32_products, paired_products
     from ops.backend import _behind
 
-    found = _behind([], "post_grad_custom_post_pass", float32_products.take_over).uuid()
-    assert {inspect.getsource(each) for each in (float32_products, paired_products)} <= set(found)
+    found = _behind([], "post_grad_custom_post_pass", [float32_products.take_over, copies.join]).uuid()
+    assert {inspect.getsource(each) for each in (copies, float32_products, paired_products)} <= set(found)

@@ -114,6 +114,7 @@ def test_operators():
         "backward",
         "backward.one",
         "chain",
+        "copies",
         "interpolate",
         "max_pool",
         "max_pool_backward",

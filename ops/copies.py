@@ -1,0 +1,203 @@
+"""In graphs behind autograd, copies of weights and of their gradients, many in one launch.
+
+Autocast casts each weight before a library multiplies with it, and each gradient behind the library. Where images are
+laid out as channels_last (``ops.layouts``), so are weights, and gradients are copied back. To Inductor each of these
+copies is a kernel, as nothing beside it is a kernel of Inductor's: half of all launches of a UNet's training step under
+autocast, 2 to 3 us each on the device and 15 on the host. One kernel does up to 64 of them (``triton_kernels.copies``).
+"""
+
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ops import plans, precision
+from ops.convolution import CHANNELS_LAST
+from ops.layouts import CAST, VIEWS, call_like, name_of
+from ops.operators import define, layouts_of
+from ops.plan import Plan
+from triton_kernels.copies import MOST_COPIES, MOST_ELEMENTS, copy_all, matrices
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+_log = logging.getLogger("ops.backend")
+
+#: A larger tensor takes far longer than its launch.
+_LARGEST = 2**22
+#: One by one, fewer are as fast.
+_FEWEST = 4
+#: What a library computes; and the place of a convolution's bias, which Inductor adds itself.
+_PRODUCTS = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.convolution.default, aten.convolution_backward.default),
+)
+_BIAS = 2
+#: How a copy lies in memory, in a letter: as its source, contiguous, or channels_last.
+_ALIKE, _CONTIGUOUS, _CHANNELS_LAST = "=cl"
+
+
+def _results(tensors: Sequence[Tensor], dtype: str, formats: str) -> list[Tensor]:
+    """Memory for copies of tensors."""
+    return [
+        torch.empty_strided(each.shape, _strides(each, format), dtype=precision.DTYPES[dtype], device=each.device)
+        for each, format in zip(tensors, formats, strict=True)
+    ]
+
+
+def _strides(tensor: Tensor, format: str) -> tuple[int, ...]:
+    if format == _ALIKE:
+        return tensor.stride()
+    memory_format = torch.contiguous_format if format == _CONTIGUOUS else CHANNELS_LAST[tensor.ndim]
+    return torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
+
+
+_plans = plans.Kept()
+
+
+def plan(tensors: list[Tensor], dtype: str, formats: str) -> Plan:
+    """The plan that the operator ``copies`` runs for these arguments."""
+    key = dtype, formats, *layouts_of(tensors)
+
+    def write(stand_ins: list[Tensor]) -> list[Tensor]:
+        results = _results(stand_ins, dtype, formats)
+        copy_all(stand_ins, results)
+        return results
+
+    return _plans.get(key) or _plans.add(key, plans.made(tensors, write))
+
+
+define("copies", "(Tensor[] tensors, str dtype, str formats) -> Tensor[]", plan, _results)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A cast, a change of the memory format, or both in a row."""
+
+    node: Node
+    source: Node
+    format: str
+
+    @classmethod
+    def of(cls, node: Node) -> "_Copy | None":
+        """What a node is the last of, where the kernel can do it."""
+        source, steps = node, list[Node]()
+        while (source is node or len(source.users) == 1) and _format(source):
+            if source.target is CAST and any(step.target is CAST for step in steps):
+                break  # it rounds, too
+            steps.append(source)
+            source = source.args[0]
+        format = next(filter(_ALIKE.__ne__, map(_format, steps)), _ALIKE)
+        value, before = (each.meta.get("val") for each in (node, source))
+        for each in value, before:
+            if not isinstance(each, Tensor) or precision.why_no_kernels(each):
+                return None
+            if not all(type(size) is int for size in (*each.shape, *each.stride())):
+                return None
+        if value.numel() > _LARGEST or value.stride() != _strides(before, format) or not matrices(before, value):
+            return None
+        return cls(node, source, format)
+
+    @property
+    def is_of_weight(self) -> bool:
+        """Whether a library reads the copy of one of the graph's inputs, which nothing writes to."""
+        return (
+            self.source.op == "placeholder"
+            and not any(map(_may_write, self.source.users))
+            and any(_is_product(user) and not _is_bias(user, value) for user, value in _readers(self.node))
+        )
+
+    @property
+    def is_of_gradient(self) -> bool:
+        """Whether the copy is one of the graph's results alone, and all that reads what a library computed."""
+        source = self.source
+        while all(user.op == "output" for user in self.node.users) and len(source.users) == 1:
+            if source.target is operator.getitem or name_of(source) not in VIEWS:
+                return _is_product(source.args[0] if source.target is operator.getitem else source)
+            source = source.args[0]
+        return False
+
+
+def _format(node: Node) -> str:
+    """How a copy lies in memory; empty where the node is none."""
+    if node.target is CAST:
+        return _ALIKE
+    if node.target is not aten.clone.default:
+        return ""
+    format = node.kwargs.get("memory_format", torch.preserve_format)
+    if format in CHANNELS_LAST.values():
+        return _CHANNELS_LAST
+    return _CONTIGUOUS if format == torch.contiguous_format else ""
+
+
+def join(graph: Graph) -> None:
+    """Let many copies of weights be one call, before the first of them, and of weights' gradients, behind the last."""
+    from torch._inductor import config
+
+    if config.max_autotune or config.max_autotune_gemm:
+        return  # a product that Inductor writes itself casts its result
+    copies = [copy for node in graph.nodes if _format(node) and (copy := _Copy.of(node))]
+    of_weights = [each for each in copies if each.is_of_weight]
+    of_gradients = [each for each in copies if each.is_of_gradient]
+    calls = [(bucket, bucket[0].node) for bucket in _buckets(of_weights)]
+    calls += [(bucket, bucket[-1].node) for bucket in _buckets(of_gradients)]
+    for bucket, at in calls:
+        _replace(bucket, at)
+    if calls:
+        _log.info("%d copies of weights and gradients in %d calls", sum(len(bucket) for bucket, _ in calls), len(calls))
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """What reads a value or a view of it, and that."""
+    for user in node.users:
+        if name_of(user) in VIEWS:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in _PRODUCTS or getattr(node.target, "namespace", "") == "normfuse"
+
+
+def _is_bias(node: Node, value: Node) -> bool:
+    return node.target is aten.convolution.default and value is node.args[_BIAS]
+
+
+def _may_write(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return node.op != "output"
+
+
+def _buckets(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
+    """Copies for one launch each, where there are enough."""
+    buckets: dict[Any, list[list[_Copy]]] = {}
+    for copy in copies:
+        value = copy.node.meta["val"]
+        found = buckets.setdefault((value.dtype, copy.source.meta["val"].dtype, value.device), [[]])
+        sizes = [each.node.meta["val"].numel() for each in (*found[-1], copy)]
+        if len(sizes) > MOST_COPIES or sum(sizes) > MOST_ELEMENTS:
+            found.append([])
+        found[-1].append(copy)
+    for found in buckets.values():
+        yield from (each for each in found if len(each) >= _FEWEST)
+
+
+def _replace(copies: Sequence[_Copy], at: Node) -> None:
+    """One call, where one of them stood."""
+    dtype = precision.name_of(at.meta["val"].dtype)
+    sources, formats = [each.source for each in copies], "".join(each.format for each in copies)
+    with at.graph.inserting_before(at):
+        together = call_like(at, torch.ops.normfuse.copies.default, sources, dtype, formats)
+        results = [call_like(each.node, operator.getitem, together, place) for place, each in enumerate(copies)]
+    for copy, result in zip(copies, results, strict=True):
+        node = copy.node
+        node.replace_all_uses_with(result)
+        while node is not copy.source:
+            node, before = node.args[0], node
+            node.graph.erase_node(before)

@@ -1,0 +1,303 @@
+"""Promise: many copies of weights and their gradients are one call, and nothing but speed shows it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+
+from ops import copies, layouts
+from ops.layouts import CAST
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+COPIES = torch.ops.normfuse.copies.default
+CLONE = torch.ops.aten.clone.default
+
+
+class Joined:
+    """A function as the backend compiles it but for Inductor, and its graphs behind autograd."""
+
+    def __init__(self, function, **options):
+        self.graphs = []
+        backend = aot_autograd(
+            fw_compiler=self._compile, decompositions=select_decomp_table(), partition_fn=self._partition
+        )
+        self._compiled = torch.compile(function, backend=backend, **options)
+
+    def __call__(self, *arguments):
+        return self._compiled(*arguments)
+
+    @staticmethod
+    def _partition(module, inputs, **options):
+        layouts.lay_out(module.graph)
+        return min_cut_rematerialization_partition(module, inputs, **options)
+
+    def _compile(self, module, inputs):
+        copies.join(module.graph)
+        module.graph.lint()
+        module.recompile()
+        self.graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def calls(self):
+        """By graph, the dtype and formats of each call."""
+        return [[node.args[1:] for node in graph.nodes if node.target is COPIES] for graph in self.graphs]
+
+    def left(self, target):
+        return [sum(node.target is target for node in graph.nodes) for graph in self.graphs]
+
+
+def check(model, *inputs, enabled=True, backward=True):
+    """The joined model, whose result, gradients and strides are those of the model."""
+    joined, found = Joined(model), []
+    for function in (model, joined):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            result = function(*inputs)
+        if backward:
+            result.float().square().sum().backward()
+        gradients = [each.grad for each in model.parameters()]
+        found.append([result.detach(), *(None if each is None else each.clone() for each in gradients)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert torch.equal(one, other) and one.stride() == other.stride()
+    return joined
+
+
+def mlp(layers=5, width=8, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width, bias=bias) for _ in range(layers)])
+
+
+class Images(nn.Module):
+    """Convolutions and norms, whose weights the backend lays out."""
+
+    def __init__(self, dims=2, layers=5, channels=4, bias=False):
+        super().__init__()
+        torch.manual_seed(0)
+        conv = (nn.Conv2d, nn.Conv3d)[dims - 2]
+        self.layers = nn.ModuleList([conv(channels, channels, 3, padding=1, bias=bias) for _ in range(layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x
+
+
+def test_linear_layers():
+    """Under autocast all weights and biases, and the input; of gradients the weights', as sums are cast for nothing."""
+    joined = check(mlp(), torch.randn(3, 8))
+    ((dtype, formats),), ((back, of_gradients),) = joined.calls()
+    assert (dtype, back) == ("bfloat16", "float32")
+    assert formats == 11 * "=" and set(of_gradients) == {"="}
+    assert len(of_gradients) >= 5
+
+
+def test_convolutions():
+    """A convolution's bias stays Inductor's, which adds it in a kernel with what follows."""
+    joined = check(Images(bias=True), torch.randn(2, 4, 8, 8))
+    (((dtype, formats),), _) = joined.calls()
+    assert (dtype, formats) == ("bfloat16", 6 * "=")  # and the image
+    assert joined.left(CAST)[0] >= 5
+
+
+def test_channels_last_weights_stay_so():
+    model = Images().to(memory_format=torch.channels_last)
+    check(model, torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("enabled", [True, False], ids=["autocast", "bfloat16"])
+def test_weights_that_are_laid_out(dims, enabled):
+    """Around an open norm, images and weights become channels_last, cast or not, and gradients go back."""
+    graph, values = graph_of(dims=dims, dtype=torch.float32 if enabled else torch.bfloat16)
+    copies.join(graph)
+    graph.lint()
+    (call,) = [node for node in graph.nodes if node.target is COPIES]
+    assert call.args[1:] == ("bfloat16", "l" * 4)
+    assert not any(node.target in (CAST, CLONE) for node in graph.nodes)
+    module = torch.fx.GraphModule({}, graph)
+    for result, value in zip(module(*values), values[1:], strict=True):
+        expected = F.__dict__[f"conv{dims}d"](values[0], value.bfloat16())
+        torch.testing.assert_close(result, expected)
+
+
+def graph_of(dims, dtype, count=4):
+    """A graph of convolutions of one image, whose weights are cast and laid out; and values for it."""
+    mode = torch._subclasses.FakeTensorMode()
+    format = (torch.channels_last, torch.channels_last_3d)[dims - 2]
+    values = [torch.randn(2, 3, *[5] * dims).bfloat16()] + [torch.randn(4, 3, *[3] * dims, dtype=dtype)] * count
+    graph = torch.fx.Graph()
+    places = [graph.placeholder(f"p{place}") for place in range(len(values))]
+    for place, value in zip(places, values, strict=True):
+        place.meta["val"] = mode.from_tensor(value)
+    results = []
+    for weight in places[1:]:
+        node = weight
+        if dtype != torch.bfloat16:
+            node = called(graph, CAST, node, torch.bfloat16)
+        node = called(graph, CLONE, node, memory_format=format)
+        arguments = [1] * dims, [0] * dims, [1] * dims, False, [0] * dims, 1
+        results.append(called(graph, torch.ops.aten.convolution.default, places[0], node, None, *arguments))
+    graph.output(tuple(results))
+    return graph, values
+
+
+def called(graph, target, *arguments, **options):
+    node = graph.call_function(target, arguments, options)
+    node.meta["val"] = layouts.computed(node)
+    return node
+
+
+def test_few_are_left():
+    assert check(mlp(layers=1), torch.randn(3, 8)).calls() == [[], []]
+
+
+def test_without_autocast():
+    assert check(mlp(), torch.randn(3, 8), enabled=False).calls() == [[], []]
+
+
+def test_inference():
+    with torch.no_grad():
+        joined = check(mlp(), torch.randn(3, 8), backward=False)
+    assert [len(calls) for calls in joined.calls()] == [1]
+
+
+def test_open_sizes():
+    """Weights are of known sizes; an input of an open one is left."""
+    model = mlp()
+    joined = Joined(model, dynamic=True)
+    for rows in (3, 5):
+        input = torch.randn(rows, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(joined(input), model(input))
+    (((_, formats),), *_) = joined.calls()
+    assert len(formats) == 10
+
+
+def test_more_than_one_launch_takes(monkeypatch):
+    monkeypatch.setattr(copies, "MOST_COPIES", 5)
+    (calls, _) = check(mlp(bias=False, layers=12), torch.randn(3, 8)).calls()
+    assert [len(formats) for _, formats in calls] == [5, 5]  # three are left
+    monkeypatch.setattr(copies, "MOST_COPIES", 64)
+    monkeypatch.setattr(copies, "MOST_ELEMENTS", 64 * 6)
+    torch._dynamo.reset()
+    (calls, _) = check(mlp(bias=False, layers=12), torch.randn(3, 8)).calls()
+    assert [len(formats) for _, formats in calls] == [6, 6]
+
+
+def test_large_ones_are_left(monkeypatch):
+    monkeypatch.setattr(copies, "_LARGEST", 63)
+    (calls, of_gradients) = check(mlp(), torch.randn(3, 8)).calls()
+    assert [len(formats) for _, formats in calls] == [6] and not of_gradients  # biases and the input
+
+
+def test_what_inductor_multiplies_is_left():
+    """With max_autotune its products cast their own results."""
+    for option in ("max_autotune", "max_autotune_gemm"):
+        torch._dynamo.reset()
+        with config.patch(option, True):
+            assert check(mlp(), torch.randn(3, 8)).calls() == [[], []]
+
+
+def rounded_twice(graph, weight):
+    return called(graph, CAST, called(graph, CAST, weight, torch.float16), torch.bfloat16)
+
+
+def read_by_pointwise(graph, weight):
+    return called(graph, torch.ops.aten.relu.default, called(graph, CAST, weight, torch.bfloat16))
+
+
+def of_a_view_with_gaps(graph, weight):
+    view = called(graph, torch.ops.aten.slice.Tensor, weight, 1, 0, 2)
+    return called(graph, torch.ops.aten.constant_pad_nd.default, called(graph, CAST, view, torch.bfloat16), [0, 1])
+
+
+def written_to(graph, weight):
+    graph.call_function(torch.ops.aten.add_.Tensor, (weight, 1.0))
+    return called(graph, CAST, weight, torch.bfloat16)
+
+
+def of_three_axes_turned(graph, weight):
+    """Laid out as the kernel cannot."""
+    weight.meta["val"] = weight.meta["val"].new_empty(27).as_strided((3, 3, 3), (1, 3, 9))
+    copy = called(graph, CLONE, called(graph, CAST, weight, torch.bfloat16), memory_format=torch.contiguous_format)
+    return called(graph, torch.ops.aten.view.default, copy, [9, 3])
+
+
+def shared(graph, weight):
+    """A cast that is read beside its copy, which is none of a weight then."""
+    cast = called(graph, CAST, weight, torch.bfloat16)
+    turned = called(graph, torch.ops.aten.permute.default, cast, [1, 0])
+    return called(
+        graph, CLONE, called(graph, torch.ops.aten.add.Tensor, cast, turned), memory_format=torch.contiguous_format
+    )
+
+
+def unknown(graph, weight):
+    """Behind another's pass."""
+    node = called(graph, CAST, weight, torch.bfloat16)
+    del node.meta["val"]
+    return node
+
+
+@pytest.mark.parametrize(
+    "change", [rounded_twice, read_by_pointwise, of_a_view_with_gaps, of_three_axes_turned, written_to, shared, unknown]
+)
+def test_what_is_no_copy_of_a_weight(change):
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    places = [graph.placeholder(f"p{place}") for place in range(6)]
+    for place in places:
+        place.meta["val"] = mode.from_tensor(torch.randn(3, 3))
+    graph.output(tuple([graph.call_function(torch.ops.aten.mm.default, (change(graph, each),) * 2) for each in places]))
+    before = str(graph)
+    copies.join(graph)
+    assert str(graph) == before
+
+
+def test_a_copy_of_what_is_read_itself():
+    """The cast is a weight's; what is laid out of it is none."""
+    graph, _ = graph_of(2, torch.float32)
+    for node in [node for node in graph.nodes if node.target is CAST]:
+        with graph.inserting_after(node):
+            graph.output_node().prepend(graph.call_function(torch.ops.aten.mm.default, (node, node)))
+    copies.join(graph)
+    graph.lint()
+    assert [node.args[2] for node in graph.nodes if node.target is COPIES] == ["===="]
+    assert sum(node.target is CLONE for node in graph.nodes) == 4
+
+
+@pytest.mark.parametrize("reads", ["", "product", "cast"])
+def test_gradients_stand_behind_the_last(reads):
+    """What is read otherwise is no gradient alone."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    place = graph.placeholder("p")
+    place.meta["val"] = mode.from_tensor(torch.randn(3, 3).bfloat16())
+    casts, others = [], []
+    for _ in range(5):
+        product = called(graph, torch.ops.aten.mm.default, place, place)
+        casts.append(called(graph, CAST, called(graph, torch.ops.aten.permute.default, product, [1, 0]), torch.float32))
+        if reads:
+            others.append(called(graph, torch.ops.aten.neg.default, {"product": product, "cast": casts[-1]}[reads]))
+    graph.output((*casts, *others))
+    copies.join(graph)
+    graph.lint()
+    assert sum(node.target is COPIES for node in graph.nodes) == (not reads)
+    value = torch.randn(3, 3).bfloat16()
+    for result in torch.fx.GraphModule({}, graph)(value)[:5]:
+        assert torch.equal(result, (value @ value).T.float()) and result.stride() == (1, 3)
+
+
+def test_the_operator():
+    tensors = [torch.randn(2, 3, 4, 5), torch.randn(7)]
+    torch.library.opcheck(COPIES, (tensors, "bfloat16", "l="))
+    first, second = COPIES(tensors, "bfloat16", "l=")
+    assert torch.equal(first, tensors[0].bfloat16()) and first.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(second, tensors[1].bfloat16())
+    back = COPIES([first], "float32", "c")[0]
+    assert back.is_contiguous() and torch.equal(back, first.float())
