@@ -114,12 +114,10 @@ class _Copy:
     @property
     def is_of_gradient(self) -> bool:
         """Whether the copy is one of the graph's results alone, and all that reads what a library computed."""
-        source = self.source
-        while all(user.op == "output" for user in self.node.users) and len(source.users) == 1:
-            if source.target is operator.getitem or name_of(source) not in VIEWS:
-                return _is_product(source.args[0] if source.target is operator.getitem else source)
-            source = source.args[0]
-        return False
+        source, _ = _behind_views(self.source)
+        if any(user.op != "output" for user in self.node.users) or len(source.users) != 1:
+            return False
+        return _is_product(source.args[0] if source.target is operator.getitem else source)
 
 
 def _format(node: Node) -> str:
@@ -138,6 +136,8 @@ def join(graph: Graph) -> None:
     """Let many copies of weights be one call, before the first of them, and of weights' gradients, behind the last."""
     from torch._inductor import config
 
+    for node in list(graph.nodes):
+        _leave_out_rounding(node)
     if config.max_autotune or config.max_autotune_gemm:
         return  # a product that Inductor writes itself casts its result
     copies = [copy for node in graph.nodes if _format(node) and (copy := _Copy.of(node))]
@@ -149,6 +149,40 @@ def join(graph: Graph) -> None:
         _replace(bucket, at)
     if calls:
         _log.info("%d copies of weights and gradients in %d calls", sum(len(bucket) for bucket, _ in calls), len(calls))
+
+
+def _leave_out_rounding(cast: Node) -> None:
+    """Let a result that was cast to 16 bits and back be what it was, as Inductor does unless views stand between.
+
+    So is the gradient of a convolution's bias that a norm's sums have.
+    """
+    if cast.target is not CAST or any(user.op != "output" for user in cast.users):
+        return
+    rounded, views = _behind_views(cast.args[0])
+    if rounded.target is not CAST or len(rounded.users) != 1:
+        return
+    source, (made, _) = rounded.args[0], _behind_views(rounded.args[0])
+    if made.op != "call_function" or len(made.users) != 1:  # the result would share memory
+        return
+    dtypes = [getattr(each.meta.get("val"), "dtype", None) for each in (source, rounded, cast)]
+    if dtypes not in [[torch.float32, each, torch.float32] for each in (torch.bfloat16, torch.float16)]:
+        return
+    with cast.graph.inserting_before(cast):
+        for view in views:
+            source = call_like(view, view.target, source, *view.args[1:], **view.kwargs)
+    if source.meta["val"].stride() == cast.meta["val"].stride():
+        cast.replace_all_uses_with(source)
+        for node in (cast, *reversed(views), rounded):
+            node.graph.erase_node(node)
+
+
+def _behind_views(node: Node) -> tuple[Node, list[Node]]:
+    """What a node is a view of, and the views in a row, where nothing else reads them."""
+    views: list[Node] = []
+    while name_of(node) in VIEWS and len(node.all_input_nodes) == len(node.users) == 1:
+        views.insert(0, node)
+        node = node.args[0]
+    return node, views
 
 
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:

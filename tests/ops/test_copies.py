@@ -293,6 +293,39 @@ def test_gradients_stand_behind_the_last(reads):
         assert torch.equal(result, (value @ value).T.float()) and result.stride() == (1, 3)
 
 
+@pytest.mark.parametrize("reads", ["", "rounded", "source", "result", "input", "view"])
+@pytest.mark.parametrize(
+    "dtype, between",
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.int16),
+        (torch.float64, torch.float16),
+    ],
+    ids=str,
+)
+def test_rounding_on_the_way(dtype, between, reads):
+    """A gradient that was rounded between two views is not, as long as nothing else reads it, nor shares its memory."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    place = graph.placeholder("p")
+    place.meta["val"] = mode.from_tensor(torch.randn(6, dtype=dtype))
+    source = place if reads == "input" else called(graph, torch.ops.aten.neg.default, place)
+    rounded = called(graph, CAST, called(graph, torch.ops.aten.view.default, source, [6, 1]), between)
+    view = called(graph, torch.ops.aten.view.default, rounded, [2, 3])
+    result = called(graph, CAST, called(graph, torch.ops.aten.view.default, view, [6]), dtype)
+    read = {"rounded": rounded, "source": source, "result": result, "view": view}.get(reads)
+    graph.output((result, *([called(graph, torch.ops.aten.abs.default, read)] if read else [])))
+    value = torch.randn(6, dtype=dtype)
+    copies.join(graph)
+    graph.lint()
+    result, *_ = torch.fx.GraphModule({}, graph)(value)
+    is_left_out = not reads and dtype == torch.float32 and between != torch.int16
+    assert sum(node.target is CAST for node in graph.nodes) == (0 if is_left_out else 2)
+    value = value if reads == "input" else -value
+    expected = value if is_left_out else value.to(between).to(dtype)
+    assert torch.equal(result, expected)
+
+
 def test_the_operator():
     tensors = [torch.randn(2, 3, 4, 5), torch.randn(7)]
     torch.library.opcheck(COPIES, (tensors, "bfloat16", "l="))
