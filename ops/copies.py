@@ -2,7 +2,7 @@
 
 Autocast casts each weight before a library multiplies with it, and each gradient behind the library. Where images are
 laid out as channels_last (``ops.layouts``), so are weights, and gradients are copied back. To Inductor each of these
-copies is a kernel, as nothing beside it is a kernel of Inductor's: half of all launches of a UNet's training step under
+copies is a kernel, as nothing beside it is a kernel of Inductor's: half of its launches in a UNet's training step under
 autocast, 2 to 3 us each on the device and 15 on the host. One kernel does up to 64 of them (``triton_kernels.copies``).
 """
 
