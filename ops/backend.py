@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from ops import copies, float32_products, inductor, layouts, precision, rewriting
+from triton_kernels.device import INTERPRETED
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def _behind(others: Any, name: str, changes: Sequence[Callable[[Graph], None]]) 
 
         def uuid(self) -> Any:
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            settings = *(each.__name__ for each in changes), precision.convolutions_allow_tf32()
+            settings = *(each.__name__ for each in changes), precision.convolutions_allow_tf32(), INTERPRETED
             sources = map(inspect.getsource, dict.fromkeys([*modules, *used]))  # from an archive, too
             return (*settings, *sources, *known) if all(known) else None
 

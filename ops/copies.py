@@ -20,17 +20,22 @@ from ops.convolution import CHANNELS_LAST
 from ops.layouts import CAST, VIEWS, call_like, name_of
 from ops.operators import define, layouts_of
 from ops.plan import Plan
-from triton_kernels.copies import MOST_COPIES, MOST_ELEMENTS, copy_all, matrices
+from triton_kernels.copies import MOST_COPIES, copy_all, matrices
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
 _log = logging.getLogger("ops.backend")
 
-#: A larger tensor takes far longer than its launch.
+#: Elements of a copy: a larger one takes far longer than its launch.
 _LARGEST = 2**22
+#: Of all copies of a call. They are there earlier than they would be, and what gradients are copied from is longer: by
+#: 32 MB in 16 bits, 64 in float32.
+_MOST_ELEMENTS = 2**24
 #: One by one, fewer are as fast.
 _FEWEST = 4
+#: Bytes at whose multiples Inductor's own tensors begin.
+_ALIGNMENT = 16
 #: What a library computes; and the place of a convolution's bias, which Inductor adds itself.
 _PRODUCTS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
@@ -96,8 +101,10 @@ class _Copy:
         for each in value, before:
             if not isinstance(each, Tensor) or precision.why_no_kernels(each):
                 return None
-            if not all(type(size) is int for size in (*each.shape, *each.stride())):
+            if not all(type(size) is int for size in (*each.shape, *each.stride(), each.storage_offset())):
                 return None
+        if before.storage_offset() * before.element_size() % _ALIGNMENT:
+            return None  # Inductor would take all results for unaligned ones
         if value.numel() > _LARGEST or value.stride() != _strides(before, format) or not matrices(before, value):
             return None
         return cls(node, source, format)
@@ -107,17 +114,18 @@ class _Copy:
         """Whether a library reads the copy of one of the graph's inputs, which nothing writes to."""
         return (
             self.source.op == "placeholder"
-            and not any(map(_may_write, self.source.users))
-            and any(_is_product(user) and not _is_bias(user, value) for user, value in _readers(self.node))
+            and not any(_may_write(user) for user, _ in _readers(self.source))
+            and any(_takes(user, value) for user, value in _readers(self.node))
         )
 
     @property
     def is_of_gradient(self) -> bool:
-        """Whether the copy is one of the graph's results alone, and all that reads what a library computed."""
-        source, _ = _behind_views(self.source)
-        if any(user.op != "output" for user in self.node.users) or len(source.users) != 1:
+        """Whether the copy is one of the graph's results alone, and all that reads all of what a library computed."""
+        source, views = _behind_views(self.source)
+        if {user.op for user in self.node.users} != {"output"} or len(source.users) != 1:
             return False
-        return _is_product(source.args[0] if source.target is operator.getitem else source)
+        is_whole = not views or source.meta["val"].numel() == self.source.meta["val"].numel()
+        return is_whole and _is_product(source.args[0] if source.target is operator.getitem else source)
 
 
 def _format(node: Node) -> str:
@@ -198,8 +206,14 @@ def _is_product(node: Node) -> bool:
     return node.target in _PRODUCTS or getattr(node.target, "namespace", "") == "normfuse"
 
 
-def _is_bias(node: Node, value: Node) -> bool:
-    return node.target is aten.convolution.default and value is node.args[_BIAS]
+def _takes(node: Node, value: Node) -> bool:
+    """Whether a library reads a value as it lies: not a convolution's bias, nor images and weights that Inductor would
+    lay out as channels_last."""
+    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
+        return _is_product(node)
+    format = CHANNELS_LAST.get(value.meta["val"].ndim)
+    is_bias = node.target is aten.convolution.default and value is node.args[_BIAS]
+    return not is_bias and (format is None or value.meta["val"].is_contiguous(memory_format=format))
 
 
 def _may_write(node: Node) -> bool:
@@ -215,7 +229,7 @@ def _buckets(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
         value = copy.node.meta["val"]
         found = buckets.setdefault((value.dtype, copy.source.meta["val"].dtype, value.device), [[]])
         sizes = [each.node.meta["val"].numel() for each in (*found[-1], copy)]
-        if len(sizes) > MOST_COPIES or sum(sizes) > MOST_ELEMENTS:
+        if len(sizes) > MOST_COPIES or sum(sizes) > _MOST_ELEMENTS:
             found.append([])
         found[-1].append(copy)
     for found in buckets.values():
@@ -225,13 +239,15 @@ def _buckets(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
 def _replace(copies: Sequence[_Copy], at: Node) -> None:
     """One call, where one of them stood."""
     dtype = precision.name_of(at.meta["val"].dtype)
-    sources, formats = [each.source for each in copies], "".join(each.format for each in copies)
+    results: dict[tuple[Node, str], Node] = {(each.source, each.format): each.node for each in copies}
+    sources, formats = zip(*results, strict=True)
     with at.graph.inserting_before(at):
-        together = call_like(at, torch.ops.normfuse.copies.default, sources, dtype, formats)
-        results = [call_like(each.node, operator.getitem, together, place) for place, each in enumerate(copies)]
-    for copy, result in zip(copies, results, strict=True):
+        together = call_like(at, torch.ops.normfuse.copies.default, list(sources), dtype, "".join(formats))
+        for place, (key, node) in enumerate(results.items()):
+            results[key] = call_like(node, operator.getitem, together, place)
+    for copy in copies:
         node = copy.node
-        node.replace_all_uses_with(result)
+        node.replace_all_uses_with(results[copy.source, copy.format])
         while node is not copy.source:
             node, before = node.args[0], node
             node.graph.erase_node(before)

@@ -3,6 +3,7 @@ take longer to launch than to copy."""
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import triton
@@ -13,8 +14,6 @@ from triton_kernels.launch import launch, wait_for_launch_before
 
 #: Copies of a launch. As many are passed always, so that one kernel serves all, and addresses stay in 4 KB.
 MOST_COPIES = 64
-#: Elements of one tensor, and of all together.
-MOST_ELEMENTS = 2**24 - 1
 _BLOCK = 2048
 
 
@@ -81,15 +80,22 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     return dims
 
 
+def _refuse(source: torch.Tensor, target: torch.Tensor) -> NoReturn:
+    raise ValueError(f"{tuple(source.shape)} cannot be copied from strides {source.stride()} to {target.stride()}")
+
+
 def copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """Each target = its source, rounded to the target's dtype. Sources have one dtype, and so have targets.
 
-    They lie as ``matrices`` takes them, and have no more elements than ``MOST_ELEMENTS`` together.
+    Each has fewer than 2^24 elements, whose numbers floats hold exactly.
+
+    Raises:
+        ValueError: A pair does not lie as ``matrices`` takes it.
     """
     for first in range(0, len(sources), MOST_COPIES):
         pairs = list(zip(sources, targets, strict=True))[first : first + MOST_COPIES]
         counts = [target.numel() for _, target in pairs]
-        lines = [matrices(*pair) for pair in pairs]
+        lines = [matrices(*pair) or _refuse(*pair) for pair in pairs]
         rest = MOST_COPIES - len(pairs)
         launch(
             copies_kernel,

@@ -1,5 +1,7 @@
 """Promise: many copies of weights and their gradients are one call, and nothing but speed shows it."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,17 +100,17 @@ def test_linear_layers():
     assert len(of_gradients) >= 5
 
 
-def test_convolutions():
-    """A convolution's bias stays Inductor's, which adds it in a kernel with what follows."""
-    joined = check(Images(bias=True), torch.randn(2, 4, 8, 8))
-    (((dtype, formats),), _) = joined.calls()
-    assert (dtype, formats) == ("bfloat16", 6 * "=")  # and the image
-    assert joined.left(CAST)[0] >= 5
-
-
-def test_channels_last_weights_stay_so():
-    model = Images().to(memory_format=torch.channels_last)
-    check(model, torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last))
+@pytest.mark.parametrize(
+    "format, expected", [(torch.channels_last, ["======"]), (torch.contiguous_format, [])], ids=str
+)
+def test_convolutions(format, expected):
+    """The weights and the image. A convolution's bias stays Inductor's, which adds it in a kernel with what follows; so
+    do all where it would lay out the copies again."""
+    model = Images(bias=True).to(memory_format=format)
+    joined = check(model, torch.randn(2, 4, 8, 8).to(memory_format=format))
+    of_weights, of_gradients = joined.calls()
+    assert [formats for _, formats in of_weights] == expected
+    assert joined.left(CAST)[0] >= 5 and of_gradients == [("float32", 10 * "=")]
 
 
 @pytest.mark.parametrize("dims", [2, 3])
@@ -185,16 +187,25 @@ def test_more_than_one_launch_takes(monkeypatch):
     (calls, _) = check(mlp(bias=False, layers=12), torch.randn(3, 8)).calls()
     assert [len(formats) for _, formats in calls] == [5, 5]  # three are left
     monkeypatch.setattr(copies, "MOST_COPIES", 64)
-    monkeypatch.setattr(copies, "MOST_ELEMENTS", 64 * 6)
+    monkeypatch.setattr(copies, "_MOST_ELEMENTS", 64 * 6)
     torch._dynamo.reset()
     (calls, _) = check(mlp(bias=False, layers=12), torch.randn(3, 8)).calls()
     assert [len(formats) for _, formats in calls] == [6, 6]
 
 
-def test_large_ones_are_left(monkeypatch):
-    monkeypatch.setattr(copies, "_LARGEST", 63)
-    (calls, of_gradients) = check(mlp(), torch.randn(3, 8)).calls()
-    assert [len(formats) for _, formats in calls] == [6] and not of_gradients  # biases and the input
+@pytest.mark.parametrize("lines, expected", [(2048, 6), (2049, 5)])
+def test_large_ones_are_left(lines, expected):
+    """One of six, of 2^22 elements or some more."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    results = []
+    for place in [graph.placeholder(f"p{place}") for place in range(6)]:
+        with mode:
+            place.meta["val"] = torch.empty(2048, 3 if results else lines)
+        cast = called(graph, CAST, place, torch.bfloat16)
+        results.append(graph.call_function(torch.ops.aten.mm.default, (cast, cast)))
+    graph.output(tuple(results))
+    copies.join(graph)
+    assert [len(node.args[0]) for node in graph.nodes if node.target is COPIES] == [expected]
 
 
 def test_what_inductor_multiplies_is_left():
@@ -230,13 +241,32 @@ def of_three_axes_turned(graph, weight):
     return called(graph, torch.ops.aten.view.default, copy, [9, 3])
 
 
-def shared(graph, weight):
-    """A cast that is read beside its copy, which is none of a weight then."""
-    cast = called(graph, CAST, weight, torch.bfloat16)
-    turned = called(graph, torch.ops.aten.permute.default, cast, [1, 0])
-    return called(
-        graph, CLONE, called(graph, torch.ops.aten.add.Tensor, cast, turned), memory_format=torch.contiguous_format
-    )
+def written_to_through_a_view(graph, weight):
+    graph.call_function(torch.ops.aten.add_.Tensor, (called(graph, torch.ops.aten.view.default, weight, [9]), 1.0))
+    return called(graph, CAST, weight, torch.bfloat16)
+
+
+def written_to_at_the_end(graph, weight):
+    """As buffers are."""
+    graph.output_node().prepend(graph.call_function(torch.ops.aten.copy_.default, (weight, weight)))
+    return called(graph, CAST, weight, torch.bfloat16)
+
+
+def given_to_what_is_unknown(graph, weight):
+    graph.call_function(torch.relu_, (weight,))
+    return called(graph, CAST, weight, torch.bfloat16)
+
+
+def unaligned(graph, weight):
+    weight.meta["val"] = weight.meta["val"].new_empty(12).as_strided((3, 3), (3, 1), 1)
+    return called(graph, CAST, weight, torch.bfloat16)
+
+
+def of_other_strides(graph, weight):
+    """As another's pass has it."""
+    node = called(graph, CAST, weight, torch.bfloat16)
+    node.meta["val"] = node.meta["val"].T
+    return node
 
 
 def unknown(graph, weight):
@@ -247,14 +277,23 @@ def unknown(graph, weight):
 
 
 @pytest.mark.parametrize(
-    "change", [rounded_twice, read_by_pointwise, of_a_view_with_gaps, of_three_axes_turned, written_to, shared, unknown]
+    "change",
+    [
+        *(rounded_twice, read_by_pointwise, of_a_view_with_gaps, of_three_axes_turned, written_to),
+        *(written_to_through_a_view, written_to_at_the_end, given_to_what_is_unknown, unaligned, of_other_strides),
+        unknown,
+    ],
 )
 def test_what_is_no_copy_of_a_weight(change):
     mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
     places = [graph.placeholder(f"p{place}") for place in range(6)]
     for place in places:
         place.meta["val"] = mode.from_tensor(torch.randn(3, 3))
-    graph.output(tuple([graph.call_function(torch.ops.aten.mm.default, (change(graph, each),) * 2) for each in places]))
+    end = graph.output(())
+    with graph.inserting_before(end):
+        end.args = (
+            tuple([graph.call_function(torch.ops.aten.mm.default, (change(graph, each),) * 2) for each in places]),
+        )
     before = str(graph)
     copies.join(graph)
     assert str(graph) == before
@@ -270,6 +309,110 @@ def test_a_copy_of_what_is_read_itself():
     graph.lint()
     assert [node.args[2] for node in graph.nodes if node.target is COPIES] == ["===="]
     assert sum(node.target is CLONE for node in graph.nodes) == 4
+
+
+@pytest.mark.parametrize("reader", ["mm", "addmm", "bmm", "baddbmm", "own", "output and mm"])
+def test_products(reader):
+    """What reads weights' copies, and is computed for gradients. A weight may be a result, too."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    shape = (2, 3, 3) if "bmm" in reader else (3, 3)
+    places = [graph.placeholder(f"p{place}") for place in range(5)]
+    results = []
+    for place in places:
+        place.meta["val"] = mode.from_tensor(torch.randn(shape))
+        weight = called(graph, CAST, place, torch.bfloat16)
+        if reader == "own":
+            product = called(graph, COPIES, [weight], "bfloat16", "=")
+            product = called(graph, operator.getitem, product, 0)
+        else:
+            target = getattr(torch.ops.aten, reader.removeprefix("output and ")).default
+            product = called(graph, target, *[weight] * (3 if "add" in reader else 2))
+        results += [called(graph, CAST, product, torch.float32), *([place] if "output" in reader else [])]
+    graph.output(tuple(results))
+    values = [torch.randn(shape) for _ in places]
+    expected = torch.fx.GraphModule({}, graph)(*values)
+    copies.join(graph)
+    graph.lint()
+    joined = [node for node in graph.nodes if node.target is COPIES and len(node.args[0]) == 5]
+    assert [node.args[1] for node in joined] == ["bfloat16", "float32"]
+    assert all(map(torch.equal, torch.fx.GraphModule({}, graph)(*values), expected))
+
+
+def test_dtypes_are_apart():
+    """A launch reads one dtype and writes one."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    places = [graph.placeholder(f"p{place}") for place in range(12)]
+    casts = []
+    for number, place in enumerate(places):
+        place.meta["val"] = mode.from_tensor(torch.randn(3, 3).to((torch.float32, torch.float16)[number % 2]))
+        casts.append(called(graph, CAST, place, (torch.bfloat16, torch.bfloat16, torch.float16)[number % 3]))
+    graph.output(tuple([called(graph, torch.ops.aten.mm.default, each, each) for each in casts]))
+    copies.join(graph)
+    calls = [node for node in graph.nodes if node.target is COPIES]
+    assert [len(node.args[0]) for node in calls] == [4, 4]
+    assert all(len({source.meta["val"].dtype for source in node.args[0]}) == 1 for node in calls)
+
+
+def test_one_copy_of_each():
+    """Of a weight that is cast for each of its uses, as in inference."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    place = graph.placeholder("p")
+    place.meta["val"] = mode.from_tensor(torch.randn(3, 3))
+    casts = [called(graph, CAST, place, torch.bfloat16) for _ in range(5)]
+    graph.output(tuple([called(graph, torch.ops.aten.mm.default, each, each) for each in casts]))
+    copies.join(graph)
+    graph.lint()
+    (call,) = [node for node in graph.nodes if node.target is COPIES]
+    assert call.args == ([place], "bfloat16", "=")
+    value = torch.randn(3, 3)
+    expected = value.bfloat16() @ value.bfloat16()
+    assert all(torch.equal(each, expected) for each in torch.fx.GraphModule({}, graph)(value))
+
+
+@pytest.mark.parametrize("last", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gradients_that_are_laid_out(last):
+    """As parameters lie: of several copies in a row, the last one tells."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    place = graph.placeholder("p")
+    place.meta["val"] = mode.from_tensor(torch.randn(4, 3, 2, 2).bfloat16())
+    results = []
+    for _ in range(4):
+        product = called(graph, operator.getitem, called(graph, COPIES, [place], "bfloat16", "l"), 0)
+        first = called(graph, CLONE, product, memory_format=torch.channels_last)
+        results.append(called(graph, CLONE, called(graph, CAST, first, torch.float32), memory_format=last))
+    graph.output(tuple(results))
+    copies.join(graph)
+    graph.lint()
+    (call,) = [node for node in graph.nodes if node.target is COPIES and len(node.args[0]) == 4]
+    assert call.args[1:] == ("float32", {torch.contiguous_format: "cccc", torch.channels_last: "llll"}[last])
+    value = torch.randn(4, 3, 2, 2).bfloat16()
+    for result in torch.fx.GraphModule({}, graph)(value):
+        assert torch.equal(result, value.float()) and result.is_contiguous(memory_format=last)
+
+
+def test_what_nothing_reads_is_left():
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    place = graph.placeholder("p")
+    place.meta["val"] = mode.from_tensor(torch.randn(3, 3).bfloat16())
+    for _ in range(5):
+        called(graph, CAST, called(graph, torch.ops.aten.mm.default, place, place), torch.float32)
+    graph.output(())
+    before = str(graph)
+    copies.join(graph)
+    assert str(graph) == before
+
+
+def test_parts_of_products_are_left():
+    """Else a product of any size would be kept until the last gradient is there."""
+    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+    place = graph.placeholder("p")
+    place.meta["val"] = mode.from_tensor(torch.randn(64, 64).bfloat16())
+    products = [called(graph, torch.ops.aten.mm.default, place, place) for _ in range(5)]
+    parts = [called(graph, torch.ops.aten.slice.Tensor, each, 0, 0, 2) for each in products]
+    graph.output(tuple([called(graph, CAST, each, torch.float32) for each in parts]))
+    before = str(graph)
+    copies.join(graph)
+    assert str(graph) == before
 
 
 @pytest.mark.parametrize("reads", ["", "product", "cast"])
@@ -332,5 +475,7 @@ def test_the_operator():
     first, second = COPIES(tensors, "bfloat16", "l=")
     assert torch.equal(first, tensors[0].bfloat16()) and first.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(second, tensors[1].bfloat16())
+    assert COPIES(tensors, "bfloat16", "==")[0].is_contiguous()
+    assert COPIES(tensors, "float16", "==")[0].dtype == torch.float16
     back = COPIES([first], "float32", "c")[0]
     assert back.is_contiguous() and torch.equal(back, first.float())

@@ -144,10 +144,12 @@ def test_passes_of_the_user():
     assert ran == ["own", "other"] and unknown.uuid() is None
 
 
-def test_what_a_pass_is_known_by():
+def test_what_a_pass_is_known_by(monkeypatch):
     """Its changes' modules, and those of this project's that they use: a change of any makes another pass."""
-    from ops import copies, float32_products, paired_products
+    from ops import backend, copies, float32_products, paired_products
     from ops.backend import _behind
 
     found = _behind([], "post_grad_custom_post_pass", [float32_products.take_over, copies.join]).uuid()
     assert {inspect.getsource(each) for each in (copies, float32_products, paired_products)} <= set(found)
+    monkeypatch.setattr(backend, "INTERPRETED", False)  # another process's
+    assert _behind([], "post_grad_custom_post_pass", [float32_products.take_over, copies.join]).uuid() != found

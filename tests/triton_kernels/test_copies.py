@@ -95,3 +95,8 @@ def test_special_values():
 ])  # fmt: skip
 def test_matrices(source, target, expected):
     assert matrices(source, target) == expected
+
+
+def test_other_layouts_are_refused():
+    with pytest.raises(ValueError, match=r"\(4, 3, 2\) cannot be copied from strides \(1, 4, 12\) to \(6, 2, 1\)"):
+        copy_all([torch.empty(2, 3, 4).permute(2, 1, 0)], [torch.empty(4, 3, 2)])
