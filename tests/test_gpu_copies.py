@@ -16,7 +16,7 @@ pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory", "fresh_comp
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: Of whole blocks, of parts of them, and of a single element.
-SHAPES = [(1,), (2048,), (3072, 768), (129, 65), (64, 64, 3, 3), (1, 3, 7, 7), (256, 33, 1, 1), (32, 17, 3, 3, 3)]
+SHAPES = [(1,), (4096,), (3072, 768), (129, 65), (64, 64, 3, 3), (1, 3, 7, 7), (256, 33, 1, 1), (32, 17, 3, 3, 3)]
 
 
 def turned(tensor, is_turned):

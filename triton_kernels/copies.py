@@ -1,6 +1,7 @@
 """Copies of many tensors in one launch, each in another dtype or memory format. One by one, most of a model's weights
 take longer to launch than to copy."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NoReturn
@@ -14,39 +15,45 @@ from triton_kernels.launch import launch, wait_for_launch_before
 
 #: Copies of a launch. As many are passed always, so that one kernel serves all, and addresses stay in 4 KB.
 MOST_COPIES = 64
-_BLOCK = 2048
+#: Elements of a program, which first finds its tensor: among those of a group, of these groups.
+_BLOCK, _GROUP = 4096, 8
 
 
 @triton.jit
 def copies_kernel(
     sources,  # pointers
     targets,  # pointers
-    counts,  # of elements. These numbers are floats, as Triton would compile a kernel for integers like 1 and 16
+    firsts,  # the first program of each, and the end; floats, as Triton compiles kernels anew for integers like 16
+    counts,  # of elements
     rows,  # of the matrices which a target consists of, and a source of their transposes; 1 where both lie alike
     columns,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """BLOCK elements of one target = those of its source."""
     wait_for_launch_before()
-    block, first = tl.program_id(0), 0
-    source, target, begin = sources[0], targets[0], 0
-    count, height, width = counts[0], rows[0], columns[0]
-    for i in tl.static_range(1, len(sources)):
-        first += tl.cdiv(tl.cast(counts[i - 1], tl.int32), BLOCK)
-        is_behind = block >= first
-        source, target = tl.where(is_behind, sources[i], source), tl.where(is_behind, targets[i], target)
-        count, begin = tl.where(is_behind, counts[i], count), tl.where(is_behind, first, begin)
-        height, width = tl.where(is_behind, rows[i], height), tl.where(is_behind, columns[i], width)
-    height, width = tl.cast(height, tl.int32), tl.cast(width, tl.int32)
-    place = (block - begin) * BLOCK + tl.arange(0, BLOCK)
-    rest = tl.cast(count, tl.int32) - (block - begin) * BLOCK
+    program = tl.cast(tl.program_id(0), tl.float32)
+    source, target = sources[0], targets[0]
+    first, count, height, width = firsts[0], counts[0], rows[0], columns[0]
+    for group in tl.static_range(0, len(sources), GROUP):
+        if (program >= firsts[group]) & (program < firsts[group + GROUP]):
+            for i in tl.static_range(group, group + GROUP):
+                is_behind = program >= firsts[i]
+                source, target = tl.where(is_behind, sources[i], source), tl.where(is_behind, targets[i], target)
+                first, count = tl.where(is_behind, firsts[i], first), tl.where(is_behind, counts[i], count)
+                height, width = tl.where(is_behind, rows[i], height), tl.where(is_behind, columns[i], width)
+    height, width, count = tl.cast(height, tl.int32), tl.cast(width, tl.int32), tl.cast(count, tl.int32)
+    begin = tl.cast(program - first, tl.int32) * BLOCK
+    rest = count - begin
     if (height == 1) & (rest >= BLOCK):  # without a mask, so that threads take several elements at once
+        place = begin + tl.arange(0, BLOCK)
         tl.store(target + place, tl.load(source + place).to(target.dtype.element_ty))
     else:
-        inside = tl.arange(0, BLOCK) < rest
+        place = count - rest + tl.arange(0, BLOCK)  # without a known divisor, so that they take one after another
         within = place % (height * width)
-        values = tl.load(source + (place - within + within % width * height + within // width), mask=inside)
-        tl.store(target + place, values.to(target.dtype.element_ty), mask=inside)
+        from_place = place - within + within % width * height + within // width
+        values = tl.load(source + from_place, mask=place < count)
+        tl.store(target + place, values.to(target.dtype.element_ty), mask=place < count)
 
 
 def matrices(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int] | None:
@@ -96,14 +103,17 @@ def copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -
         pairs = list(zip(sources, targets, strict=True))[first : first + MOST_COPIES]
         counts = [target.numel() for _, target in pairs]
         lines = [matrices(*pair) or _refuse(*pair) for pair in pairs]
+        ends = list(itertools.accumulate(blocks_of(count, _BLOCK) for count in counts))
         rest = MOST_COPIES - len(pairs)
         launch(
             copies_kernel,
-            (sum(blocks_of(count, _BLOCK) for count in counts),),
+            (ends[-1],),
             targets[0].device,
             *(tuple([*each, *[each[0]] * rest]) for each in zip(*pairs, strict=True)),
+            tuple(map(float, [0, *ends, *[ends[-1]] * rest])),
             *(tuple(map(float, [*each, *[0] * rest])) for each in (counts, *zip(*lines, strict=True))),
+            GROUP=_GROUP,
             BLOCK=_BLOCK,
-            num_warps=4,
-            maxnreg=80,
+            num_warps=8,
+            maxnreg=64,
         )

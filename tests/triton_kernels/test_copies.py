@@ -10,7 +10,8 @@ from triton_kernels.copies import MOST_COPIES, copy_all, matrices
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: Of no elements, of one, of less than a block, of several, of whole ones.
-SHAPES = [(0,), (1,), (5,), (2048,), (3, 7), (64, 64), (4, 3, 3, 3), (4, 5, 1, 1), (8, 33, 3, 3), (2, 6, 2, 3, 2)]
+SHAPES = [(0,), (1,), (5,), (4096,), (9000,), (3, 7), (64, 64), (4, 3, 3, 3), (4, 5, 1, 1), (2, 6, 2, 3, 2)]
+SHAPES += [(8, 99, 3, 3)]
 
 
 def laid_out(tensor, is_turned):
