@@ -211,9 +211,10 @@ def _takes(node: Node, value: Node) -> bool:
     lay out as channels_last."""
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return _is_product(node)
-    format = CHANNELS_LAST.get(value.meta["val"].ndim)
+    known = value.meta.get("val")  # which another's pass may have left out
+    format = CHANNELS_LAST.get(getattr(known, "ndim", 0))
     is_bias = node.target is aten.convolution.default and value is node.args[_BIAS]
-    return not is_bias and (format is None or value.meta["val"].is_contiguous(memory_format=format))
+    return not is_bias and (format is None or known.is_contiguous(memory_format=format))
 
 
 def _may_write(node: Node) -> bool:

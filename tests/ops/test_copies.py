@@ -299,6 +299,18 @@ def test_what_is_no_copy_of_a_weight(change):
     assert str(graph) == before
 
 
+def test_views_of_unknown_values():
+    """Behind another's pass."""
+    graph, _ = graph_of(2, torch.float32)
+    for node in [node for node in graph.nodes if node.target is CLONE]:
+        view = graph.call_function(torch.ops.aten.view.default, (node, [4, 3, 3, 3]))
+        node.append(view)
+        node.replace_all_uses_with(view, delete_user_cb=lambda user, view=view: user is not view)
+    copies.join(graph)
+    graph.lint()
+    assert [node.args[2] for node in graph.nodes if node.target is COPIES] == ["llll"]
+
+
 def test_a_copy_of_what_is_read_itself():
     """The cast is a weight's; what is laid out of it is none."""
     graph, _ = graph_of(2, torch.float32)
