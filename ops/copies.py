@@ -36,12 +36,11 @@ _MOST_ELEMENTS = 2**24
 _FEWEST = 4
 #: Bytes at whose multiples Inductor's own tensors begin.
 _ALIGNMENT = 16
-#: What a library computes; and the place of a convolution's bias, which Inductor adds itself.
+#: What a library computes.
 _PRODUCTS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten.convolution.default, aten.convolution_backward.default),
 )
-_BIAS = 2
 #: How a copy lies in memory, in a letter: as its source, contiguous, or channels_last.
 _ALIKE, _CONTIGUOUS, _CHANNELS_LAST = "=cl"
 
@@ -207,14 +206,14 @@ def _is_product(node: Node) -> bool:
 
 
 def _takes(node: Node, value: Node) -> bool:
-    """Whether a library reads a value as it lies: not a convolution's bias, nor images and weights that Inductor would
-    lay out as channels_last."""
+    """Whether a library reads a value as it lies: not images and weights that Inductor would lay out as channels_last.
+    (Only there it would add the bias without a cast of it.)"""
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return _is_product(node)
-    known = value.meta.get("val")  # which another's pass may have left out
+    is_bias = node.target is aten.convolution.default and value is node.args[2]
+    known = (node.args[1] if is_bias else value).meta.get("val")  # which another's pass may have left out
     format = CHANNELS_LAST.get(getattr(known, "ndim", 0))
-    is_bias = node.target is aten.convolution.default and value is node.args[_BIAS]
-    return not is_bias and (format is None or known.is_contiguous(memory_format=format))
+    return format is None or known.is_contiguous(memory_format=format)
 
 
 def _may_write(node: Node) -> bool:

@@ -100,17 +100,14 @@ def test_linear_layers():
     assert len(of_gradients) >= 5
 
 
-@pytest.mark.parametrize(
-    "format, expected", [(torch.channels_last, ["======"]), (torch.contiguous_format, [])], ids=str
-)
+@pytest.mark.parametrize("format, expected", [(torch.channels_last, [11 * "="]), (torch.contiguous_format, [])])
 def test_convolutions(format, expected):
-    """The weights and the image. A convolution's bias stays Inductor's, which adds it in a kernel with what follows; so
-    do all where it would lay out the copies again."""
+    """The image, weights and biases. All stay Inductor's where it would lay out the copies again."""
     model = Images(bias=True).to(memory_format=format)
     joined = check(model, torch.randn(2, 4, 8, 8).to(memory_format=format))
     of_weights, of_gradients = joined.calls()
     assert [formats for _, formats in of_weights] == expected
-    assert joined.left(CAST)[0] >= 5 and of_gradients == [("float32", 10 * "=")]
+    assert of_gradients == [("float32", 10 * "=")]
 
 
 @pytest.mark.parametrize("dims", [2, 3])
