@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ops import plans, precision
 from ops.convolution import CHANNELS_LAST
-from ops.layouts import CAST, VIEWS, call_like, name_of
+from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, operator_name
 from ops.operators import define, layouts_of
 from ops.plan import Plan
 from triton_kernels.copies import MOST_COPIES, copy_all, matrices
@@ -37,10 +37,7 @@ _FEWEST = 4
 #: Bytes at whose multiples Inductor's own tensors begin.
 _ALIGNMENT = 16
 #: What a library computes.
-_PRODUCTS = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten.convolution.default, aten.convolution_backward.default),
-)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *CONVOLUTIONS)
 #: How a copy lies in memory, in a letter: as its source, contiguous, or channels_last.
 _ALIKE, _CONTIGUOUS, _CHANNELS_LAST = "=cl"
 
@@ -186,7 +183,7 @@ def _leave_out_rounding(cast: Node) -> None:
 def _behind_views(node: Node) -> tuple[Node, list[Node]]:
     """What a node is a view of, and the views in a row, where nothing else reads them."""
     views: list[Node] = []
-    while name_of(node) in VIEWS and len(node.all_input_nodes) == len(node.users) == 1:
+    while operator_name(node) in VIEWS and len(node.all_input_nodes) == len(node.users) == 1:
         views.insert(0, node)
         node = node.args[0]
     return node, views
@@ -195,7 +192,7 @@ def _behind_views(node: Node) -> tuple[Node, list[Node]]:
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
     """What reads a value or a view of it, and that."""
     for user in node.users:
-        if name_of(user) in VIEWS:
+        if operator_name(user) in VIEWS:
             yield from _readers(user)
         else:
             yield user, node
@@ -208,7 +205,7 @@ def _is_product(node: Node) -> bool:
 def _takes(node: Node, value: Node) -> bool:
     """Whether a library reads a value as it lies: not images and weights that Inductor would lay out as channels_last.
     (Only there it would add the bias without a cast of it.)"""
-    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
+    if node.target not in CONVOLUTIONS:
         return _is_product(node)
     is_bias = node.target is aten.convolution.default and value is node.args[2]
     known = (node.args[1] if is_bias else value).meta.get("val")  # which another's pass may have left out

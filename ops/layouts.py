@@ -32,7 +32,7 @@ CAST = torch.ops.prims.convert_element_type.default
 #: What a node's ``meta`` says of itself alone.
 _OF_ITSELF = {"val", "tensor_meta", "eager_input_vals"}
 #: How many of a convolution's first arguments are images, and the place of its number of groups.
-_CONVOLUTIONS = {aten.convolution.default: (2, 8), aten.convolution_backward.default: (3, 9)}
+CONVOLUTIONS = {aten.convolution.default: (2, 8), aten.convolution_backward.default: (3, 9)}
 #: Operators, beside pointwise ones, whose results do not depend on how their operands lie in memory.
 _LAYOUT_FREE = {
     *("prims::convert_element_type", "aten::_to_copy", "aten::cat", "aten::constant_pad_nd", "aten::clone"),
@@ -60,16 +60,16 @@ _FREE = _LAYOUT_FREE | VIEWS | _OWN_OPERATORS
 
 def lay_out(graph: Graph) -> None:
     """Let the images around open norms lie as channels_last, and open norms read them before they are cast."""
-    is_open = [node for node in graph.nodes if name_of(node) in (_STATISTICS, _SUMS)]
+    is_open = [node for node in graph.nodes if operator_name(node) in (_STATISTICS, _SUMS)]
     for node in is_open:
         _read_before_casts(node)
     if is_open:
         for node in list(graph.nodes):
-            if name_of(node).removesuffix("_backward") in _PADS and not any(node.args[-1]):
+            if operator_name(node).removesuffix("_backward") in _PADS and not any(node.args[-1]):
                 _leave_out(node)
         _Pass(graph, _around(is_open)).run()
         for node in graph.nodes:  # as Inductor lets operators have the strides of these
-            if name_of(node) in _OWN_OPERATORS:
+            if operator_name(node) in _OWN_OPERATORS:
                 node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
         graph.eliminate_dead_code()
         graph.lint()
@@ -83,7 +83,7 @@ def hold_apart(graph: Graph) -> None:
     """
     _sort(graph)
     for node in graph.nodes:
-        if name_of(node) != _STATISTICS or (image := node.args[1][0]).meta["val"].dtype != torch.float32:
+        if operator_name(node) != _STATISTICS or (image := node.args[1][0]).meta["val"].dtype != torch.float32:
             continue
         with graph.inserting_before(node):
             copy = graph.call_function(aten.clone.default, (image,))
@@ -110,7 +110,7 @@ def _sort(graph: Graph) -> None:
             before.append(node)
 
 
-def name_of(node: Node) -> str:
+def operator_name(node: Node) -> str:
     return node.target.name().partition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
@@ -119,18 +119,18 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _takes_images(node: Node) -> bool:
-    return node.target in _CONVOLUTIONS or name_of(node) in _OWN_OPERATORS
+    return node.target in CONVOLUTIONS or operator_name(node) in _OWN_OPERATORS
 
 
 def _images_of(node: Node) -> list[Node]:
     """What an operator of ours, or a convolution, reads of an image's shape."""
-    if name_of(node) == _STATISTICS:
+    if operator_name(node) == _STATISTICS:
         return [node.args[1][0]]
-    if name_of(node) == _SUMS:
+    if operator_name(node) == _SUMS:
         return [node.args[2], node.args[4][0]]
-    if name_of(node) in _OWN_OPERATORS:
+    if operator_name(node) in _OWN_OPERATORS:
         return list(node.args[1:])
-    return list(node.args[: _CONVOLUTIONS[node.target][0]])
+    return list(node.args[: CONVOLUTIONS[node.target][0]])
 
 
 def _read_before_casts(node: Node) -> None:
@@ -184,7 +184,7 @@ def _converts(node: Node) -> bool:
     values = [each.meta["val"] for each in _images_of(node)]
     if any(map(depends_on_data, values)):
         return False
-    dtype, groups = values[0].dtype, node.args[_CONVOLUTIONS[node.target][1]]
+    dtype, groups = values[0].dtype, node.args[CONVOLUTIONS[node.target][1]]
     is_fast = dtype.itemsize == 2 or (dtype == torch.float32 and precision.convolutions_allow_tf32())
     return is_fast and groups == 1 and all(each.ndim in CHANNELS_LAST for each in values)
 
@@ -234,18 +234,18 @@ class _Pass:
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
             return node.target is operator.getitem
-        is_known = name_of(node) in _FREE
+        is_known = operator_name(node) in _FREE
         return is_known or (_is_pointwise(node) and not node.target._schema.is_mutable) or self._lays_out(node)
 
     def _lays_out(self, node: Node) -> bool:
-        return node.target in _CONVOLUTIONS and node in self._region and _converts(node)
+        return node.target in CONVOLUTIONS and node in self._region and _converts(node)
 
     def _visit(self, node: Node) -> None:
         if _takes_images(node):
             for image in _images_of(node):
                 if image.meta["val"].ndim in CHANNELS_LAST and not _is_laid_out(image.meta["val"]):
                     node.replace_input_with(image, self._laid_out(image, node))
-        if name_of(node) == "aten::clone" and self._is_needless(node):
+        if operator_name(node) == "aten::clone" and self._is_needless(node):
             self._stale.update(node.users)
             node.replace_all_uses_with(node.args[0])
             self._graph.erase_node(node)
@@ -264,9 +264,9 @@ class _Pass:
     def _is_needless(self, node: Node) -> bool:
         """Whether a copy may be left out: of what is computed here, for what reads no strides and shares no memory."""
         source = node.args[0]
-        is_computed = source.op == "call_function" and name_of(source) not in VIEWS
+        is_computed = source.op == "call_function" and operator_name(source) not in VIEWS
         return is_computed and all(
-            user.op == "call_function" and self._is_free(user) and name_of(user) not in VIEWS | {"aten::clone"}
+            user.op == "call_function" and self._is_free(user) and operator_name(user) not in VIEWS | {"aten::clone"}
             for user in node.users
         )
 
@@ -275,7 +275,7 @@ class _Pass:
         for the backward pass."""
         value = node.meta.get("val")
         takers = (user for user in node.users if _takes_images(user) and node in _images_of(user))
-        is_wanted = name_of(node) not in VIEWS and any(map(self._is_free, takers))
+        is_wanted = operator_name(node) not in VIEWS and any(map(self._is_free, takers))
         if not is_wanted or value.ndim not in CHANNELS_LAST or _is_laid_out(value):
             return
         readers = [user for user in node.users if user.op == "call_function" and self._is_free(user)]
@@ -296,8 +296,8 @@ class _Pass:
     def _as_traced(self, node: Node, user: Node) -> Node:
         """A copy that lies in memory as the node's value was traced; of a view, the same view of such a copy."""
         value, source = self._traced[node], node.args and node.args[0]
-        is_part = node.target is operator.getitem and name_of(source) in VIEWS
-        is_view = (name_of(node) in VIEWS or is_part) and source in self._changed
+        is_part = node.target is operator.getitem and operator_name(source) in VIEWS
+        is_view = (operator_name(node) in VIEWS or is_part) and source in self._changed
         if not (isinstance(value, Tensor) or is_view):
             return node
         key = node, False
