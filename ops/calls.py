@@ -8,7 +8,7 @@ outlive the process.
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +174,20 @@ class Arguments:
     @functools.cached_property
     def operands(self) -> tuple[Any, ...]:
         """One entry a step, as kernels take them: its numbers, or a contiguous tensor without dimensions of one."""
+        return self._operands(contiguous)
+
+    @property
+    def operands_of_images(self) -> tuple[Any, ...]:
+        """The same where kernels take images of any strides: tensors are [B, C, S]."""
+        return self._operands(as_volume)
+
+    def _operands(self, of_tensors: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
         return tuple(
-            numbers if each is None else contiguous(each).view(step.shape(each.shape))
+            numbers
+            if each is None
+            else of_tensors(each)
+            if step.operand == "tensor"
+            else contiguous(each).view(step.shape(each.shape))
             for step, each, numbers in zip(self.call.chain.steps, self.vectors, self.call.numbers, strict=True)
         )
 

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ops import precision
 from ops.convolution import CHANNELS_LAST
-from ops.graph_nodes import depends_on_data
+from ops.graph_nodes import depends_on_data, has_shape
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-_STATISTICS, _SUMS = "normfuse::statistics", "normfuse::sums"
+STATISTICS, SUMS = "normfuse::statistics", "normfuse::sums"
 #: Operators of this project, which take images of any strides and are fastest for channels_last.
-_OWN_OPERATORS = {_STATISTICS, _SUMS, "normfuse::max_pool_backward"}
+_OWN_OPERATORS = {STATISTICS, SUMS, "normfuse::max_pool_backward"}
 CAST = torch.ops.prims.convert_element_type.default
 #: What a node's ``meta`` says of itself alone.
 _OF_ITSELF = {"val", "tensor_meta", "eager_input_vals"}
@@ -60,7 +60,7 @@ _FREE = _LAYOUT_FREE | VIEWS | _OWN_OPERATORS
 
 def lay_out(graph: Graph) -> None:
     """Let the images around open norms lie as channels_last, and open norms read them before they are cast."""
-    is_open = [node for node in graph.nodes if operator_name(node) in (_STATISTICS, _SUMS)]
+    is_open = [node for node in graph.nodes if operator_name(node) in (STATISTICS, SUMS)]
     for node in is_open:
         _read_before_casts(node)
     if is_open:
@@ -83,7 +83,7 @@ def hold_apart(graph: Graph) -> None:
     """
     _sort(graph)
     for node in graph.nodes:
-        if operator_name(node) != _STATISTICS or (image := node.args[1][0]).meta["val"].dtype != torch.float32:
+        if operator_name(node) != STATISTICS or (image := node.args[1][0]).meta["val"].dtype != torch.float32:
             continue
         with graph.inserting_before(node):
             copy = graph.call_function(aten.clone.default, (image,))
@@ -124,9 +124,10 @@ def _takes_images(node: Node) -> bool:
 
 def _images_of(node: Node) -> list[Node]:
     """What an operator of ours, or a convolution, reads of an image's shape."""
-    if operator_name(node) == _STATISTICS:
-        return [node.args[1][0]]
-    if operator_name(node) == _SUMS:
+    if operator_name(node) == STATISTICS:
+        image, *others = node.args[1]
+        return [image, *(each for each in others if has_shape(each.meta["val"], image.meta["val"].shape))]
+    if operator_name(node) == SUMS:
         return [node.args[2], node.args[4][0]]
     if operator_name(node) in _OWN_OPERATORS:
         return list(node.args[1:])

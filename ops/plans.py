@@ -92,7 +92,7 @@ def make_statistics(call: Call, tensors: Sequence[Tensor | None]) -> Plan:
         image = as_volume(arguments.input)
         samples, channels, _ = image.shape
         found = torch.empty(2 * samples * (call.num_groups + channels), dtype=torch.float32, device=image.device)
-        passes.open_statistics(call, arguments.operands, image, found)
+        passes.open_statistics(call, arguments.operands_of_images, image, found)
         return [found]
 
     return made(tensors, write)

@@ -23,6 +23,7 @@ import triton
 import triton_kernels
 from autotune_configs import gpus
 from ops import precision, products
+from ops.calls import parse
 from tests import gpu
 from tests.accuracy import run
 from tests.chains import (
@@ -233,6 +234,16 @@ def test_copies(dtype, target_dtype):
         targets.append(torch.empty(shape, dtype=target_dtype, device=DEVICE, memory_format=target_format))
     copy_all(sources, targets)
     assert all(torch.equal(target, source.to(target_dtype)) for source, target in zip(sources, targets, strict=True))
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=chain_id)
+def test_statistics_of_sums(dtype, format):
+    """Of images in both formats, no size a multiple of a tile's."""
+    first = torch.randn(2, 24, 9, 7, device=DEVICE).to(dtype).contiguous(memory_format=format)
+    second, third = torch.randn(2, *first.shape, device=DEVICE).to(dtype)
+    text = parse("add tensor -> add tensor -> group_norm(8, 1e-05) -> no mul -> no add").text_in_graph
+    assert torch.ops.normfuse.statistics(text, [first, second, third]).isfinite().all()
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="each of several processes launches a part")

@@ -1,6 +1,7 @@
 """Offline compilation of an image's sums in one launch: what is merged by the last program was stored before."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from autotune_configs.offline import compile_launches
 from tests.compilation import META, by_architecture
 from tests.test_offline_compilation_images import assert_fit_without_spills
 from triton_kernels.activations import RELU
+from triton_kernels.built_in import NAMED
 from triton_kernels.chain import Chain
 from triton_kernels.image_statistics import image_statistics
 from triton_kernels.image_sums import image_sums
@@ -58,3 +60,17 @@ def test_without_spills(config, dtype, arch):
     kernels = compile_launches(lambda: launches(config, dtype=dtype), arch)
     puts_aside = VERSION < (3, 7) and arch == 100 and dtype == torch.bfloat16 and config.num_warps == 2
     assert_fit_without_spills(kernels, put_aside=8 if puts_aside else 0)
+
+
+@by_architecture
+def test_images_that_are_added_up_are_on_their_way_too(arch):
+    """All of them are loaded before they are needed, without spills."""
+    config, count = ImageSumsConfig(32, 64, programs=528), []
+    for added in range(3):
+        chain = Chain(before=(NAMED["add tensor"],) * added)
+        images = [torch.empty(1, 65536, 128, dtype=torch.bfloat16, device=META).mT for _ in range(1 + added)]
+        operands = (*images[1:], None, None)
+        (kernel,) = compile_launches(partial(image_statistics, images[0], 32, 1e-5, config, chain, operands), arch)
+        count.append(kernel.ptx.count("cp.async.cg.shared.global"))
+        assert_fit_without_spills([kernel])
+    assert count == [count[0], 2 * count[0], 3 * count[0]] and count[0]

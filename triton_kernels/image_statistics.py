@@ -29,6 +29,7 @@ from triton_kernels.image_tiles import (
     part_of_program,
     place_of_sample,
     store_of_channels,
+    tensors_of,
     tile_of_image,
 )
 from triton_kernels.launch import launch, wait_for_launch_before
@@ -315,8 +316,8 @@ def image_statistics(
     norm = chain.norm_place
     weight, fold = operands[norm], 1
     operands = (*operands[:norm], *[None] * (len(operands) - norm))  # no later ones are read
-    takes_tensors = any(step.has_tensor and step.operand != "scalar" for step in chain.steps[:norm])
-    if input.stride(1) == (S * input.stride(2) if S > 1 else 1) and not takes_tensors:
+    varies = any(step.has_tensor and step.operand != "scalar" for step in chain.steps[:norm])
+    if input.stride(1) == (S * input.stride(2) if S > 1 else 1) and not varies:
         # The channels of a group are one long one.
         fold = C // num_groups
         input = input.view(B, num_groups, fold * S)
@@ -327,7 +328,7 @@ def image_statistics(
         partials = torch.empty(B, parts.units, parts.of_unit, 2, parts.lanes, dtype=torch.float32, device=input.device)
     launch_parts(
         statistics_kernel,
-        [input],
+        [input, *tensors_of(chain, operands)],
         group_size,
         parts,
         config,

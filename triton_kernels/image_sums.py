@@ -36,6 +36,7 @@ from triton_kernels.image_tiles import (
     part_of_program,
     place_of_sample,
     store_of_channels,
+    tensors_of,
     tile_of_image,
 )
 from triton_kernels.launch import wait_for_launch_before
@@ -324,7 +325,7 @@ def image_sums(
         partials = torch.empty(B, parts.strips, len(kinds), C, dtype=torch.float32, device=input.device)
     launch_parts(
         sums_kernel,
-        [input, output_gradient],
+        [input, output_gradient, *tensors_of(chain, operands)],
         group_size,
         parts,
         config,

@@ -322,6 +322,12 @@ def image_operands(chain: Chain, each_steps: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
+def tensors_of(chain: Chain, each_steps: Sequence[Any]) -> list[torch.Tensor]:
+    """What steps have that is an image."""
+    pairs = zip(chain.steps, each_steps, strict=True)
+    return [each for step, each in pairs if step.operand == "tensor" and each is not None]
+
+
 def launch_tiles(
     kernel: triton.runtime.JITFunction,
     image: torch.Tensor,
@@ -369,7 +375,8 @@ def launch_parts(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """Launch a kernel whose programs take ``parts`` of ``images`` [B, C, S]. The arguments that say so are added.
+    """Launch a kernel whose programs take ``parts`` of ``images`` [B, C, S], all that it reads. The arguments that say
+    so are added.
 
     The launch does not overlap. A convolution of cuDNN's, which often comes before it, lets the next launch begin while
     it still runs, and small programs gather on the multiprocessors that it leaves first: behind one, a norm's forward
@@ -379,7 +386,6 @@ def launch_parts(
     unit = size_unit(S)
     is_long = max(C, S) >= 2**30
     bytes = parts.block_c * parts.block_s * sum([image.element_size() for image in images])
-    tensors = options["CHAIN"].takes_tensors
     launch(
         kernel,
         (B * parts.units * parts.of_unit,),
@@ -393,7 +399,7 @@ def launch_parts(
         LANES=parts.lanes,
         SOLE=parts.of_unit == 1,
         FULL=parts.is_full,
-        STAGES=1 if is_long or tensors else max(1, min(config.num_stages, parts.tiles, _MOST_BYTES_LOADED // bytes)),
+        STAGES=1 if is_long else max(1, min(config.num_stages, parts.tiles, _MOST_BYTES_LOADED // bytes)),
         PIXEL_UNIT=unit,
         INDEX=tl.int64 if is_long else tl.int32,
         BLOCK_C=parts.block_c,

@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ops import layouts
+from ops import layouts, residuals
 from ops.rewriting import rewrite
 
 OPEN = "normfuse.statistics.default", "normfuse.sums.default"
@@ -53,6 +53,7 @@ class Opened:
 
     def _compile(self, graph, inputs, is_inference):
         if is_inference:
+            residuals.read_terms(graph.graph)
             layouts.lay_out(graph.graph)
             graph.recompile()
         self.graphs.append(graph)

@@ -1,0 +1,262 @@
+"""Promise: where there is no backward pass, statistics read what sums of 16-bit images are of, so that values are as
+near to float32 as Inductor's."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ops import layouts, residuals
+from ops.calls import parse
+from ops.layouts import CAST
+from tests.ops.opened import Opened
+
+STATISTICS = torch.ops.normfuse.statistics.default
+aten = torch.ops.aten
+ADD, CONVOLUTION, DIV, MUL, RELU, VIEW = (
+    getattr(aten, name).default if name in ("convolution", "relu", "view") else getattr(aten, name).Tensor
+    for name in ("add", "convolution", "div", "mul", "relu", "view")
+)
+TEXT = "group_norm(4, 1e-05) -> no mul -> no add"
+SHAPE = 2, 8, 6, 5
+FORMATS = list(itertools.product([torch.contiguous_format, torch.channels_last], repeat=2))
+
+
+class Sketch:
+    """A graph behind autograd, with images and vectors as inputs, and norms' statistics as results."""
+
+    def __init__(self, dtype=torch.bfloat16, device="cpu"):
+        self._mode, self._graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
+        self._dtype, self._device, self._results = dtype, device, []
+
+    def input(self, *shape, dtype=None):
+        """An image, or what has another shape."""
+        node = self._graph.placeholder(f"p{len(self._graph.nodes)}")
+        with self._mode:
+            node.meta["val"] = torch.empty(shape or SHAPE, dtype=dtype or self._dtype, device=self._device)
+        return node
+
+    def call(self, target, *arguments, **options):
+        node = self._graph.call_function(target, arguments, options)
+        node.meta["val"] = layouts.computed(node)
+        return node
+
+    def convolution(self, image, bias=None):
+        return self.call(CONVOLUTION, image, self.input(8, 8, 1, 1), bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    def statistics(self, image, text=TEXT, *others):
+        self._results.append(self.call(STATISTICS, text, [image, *others]))
+        return self._results[-1]
+
+    def read(self):
+        """By statistics: the steps before the norm, and what it reads, once the pass has run."""
+        self._graph.output(self._results)
+        residuals.read_terms(self._graph)
+        self._graph.lint()
+        found = [node for node in self._graph.nodes if node.target is STATISTICS]
+        return [(node.args[0].partition("group_norm")[0].removesuffix(" -> "), node.args[1]) for node in found]
+
+
+def test_terms_of_a_sum():
+    sketch = Sketch()
+    x, y, vector, samples = sketch.input(), sketch.input(), sketch.input(8, 1, 1), sketch.input(2, 8, 1, 1)
+    total = sketch.call(ADD, sketch.call(ADD, x, vector), sketch.call(ADD, samples, y))
+    sketch.statistics(total)
+    assert sketch.read() == [("add tensor -> add -> add sample", [x, y, vector, samples])]
+
+
+def test_what_a_call_does_follows():
+    sketch = Sketch()
+    x, y, weight = sketch.input(), sketch.input(), sketch.input(8)
+    sketch.statistics(sketch.call(ADD, x, y), "relu -> group_norm(4, 1e-05) -> mul -> no add", weight)
+    assert sketch.read() == [("add tensor -> relu", [x, y, weight])]
+
+
+def test_a_sum_of_many_images_is_written():
+    """It counts as one of those that follow, which begin again from it."""
+    sketch = Sketch()
+    images = [sketch.input() for _ in range(6)]
+    totals, expected = [images[0]], []
+    for image in images[1:]:
+        totals.append(sketch.call(ADD, totals[-1], image))
+        sketch.statistics(totals[-1])
+    expected = [("add tensor", images[:2]), ("add tensor -> add tensor", images[:3]), ("", [totals[3]])]
+    expected += [("add tensor", [totals[3], images[4]]), ("add tensor -> add tensor", [totals[3], *images[4:]])]
+    assert sketch.read() == expected
+
+
+def test_what_one_norm_reads_is_there_for_the_next():
+    """A pointwise result that statistics read is in memory, and so is what a view is of."""
+    sketch = Sketch()
+    x = sketch.call(RELU, sketch.input())
+    pixels = sketch.call(VIEW, x, [2, 8, 30])
+    sketch.statistics(pixels)
+    other = sketch.input()
+    sketch.statistics(sketch.call(ADD, x, other))
+    assert sketch.read() == [("", [pixels]), ("add tensor", [x, other])]
+
+
+def test_a_scale_of_one():
+    """Blocks of diffusers divide by it."""
+    sketch = Sketch()
+    x, y = sketch.input(), sketch.input()
+    total = sketch.call(DIV, sketch.call(MUL, sketch.call(ADD, x, y), 1), 1.0)
+    sketch.statistics(total)
+    assert sketch.read() == [("add tensor", [x, y])]
+
+
+def test_views_of_products():
+    """What a linear layer makes of an image's pixels is in memory."""
+    sketch = Sketch()
+    product = sketch.call(aten.mm.default, sketch.input(60, 8), sketch.input(8, 8))
+    viewed = sketch.call(aten.permute.default, sketch.call(VIEW, product, [2, 6, 5, 8]), [0, 3, 1, 2])
+    x = sketch.input()
+    sketch.statistics(sketch.call(ADD, x, viewed))
+    assert sketch.read() == [("add tensor", [x, viewed])]
+
+
+def pair(sketch, *shapes, **options):
+    """The sum of an input of each shape; of images without any."""
+    return sketch.call(ADD, *(sketch.input(*shape) for shape in shapes or ((), ())), **options)
+
+
+OTHERS = {
+    "no sum": lambda sketch: sketch.input(),
+    "pointwise": lambda sketch: sketch.call(RELU, sketch.input()),
+    "alpha": lambda sketch: pair(sketch, alpha=2),
+    "a number": lambda sketch: sketch.call(ADD, sketch.input(), 1.0),
+    "one value": lambda sketch: pair(sketch, (), (1, 1, 1)),
+    "an image for all samples": lambda sketch: pair(sketch, (), (8, 6, 5)),
+    "columns": lambda sketch: pair(sketch, (), (5,)),
+    "no image": lambda sketch: pair(sketch, (2, 8, 6, 1), (8, 6, 5)),
+    "divided": lambda sketch: sketch.call(DIV, pair(sketch), 2.0),
+    "a pointwise term": lambda sketch: sketch.call(ADD, sketch.input(), sketch.call(RELU, sketch.input())),
+    "rounded": lambda sketch: sketch.call(
+        CAST, sketch.call(ADD, sketch.input(), sketch.input(dtype=torch.float32)), torch.bfloat16
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_others_are_read_as_they_were(make):
+    sketch = Sketch()
+    image = make(sketch)
+    sketch.statistics(image)
+    assert sketch.read() == [("", [image])]
+
+
+def test_a_vector_may_come_first():
+    sketch = Sketch()
+    vector, x = sketch.input(8, 1, 1), sketch.input()
+    sketch.statistics(sketch.call(ADD, vector, x))
+    assert sketch.read() == [("add", [x, vector])]
+
+
+def test_of_float32():
+    """Nothing would be rounded."""
+    sketch = Sketch(torch.float32)
+    image = sketch.call(ADD, sketch.input(), sketch.input())
+    sketch.statistics(image)
+    assert sketch.read() == [("", [image])]
+
+
+def test_before_a_backward_pass():
+    """It keeps the sum."""
+    sketch = Sketch()
+    image = sketch.call(ADD, sketch.input(), sketch.input())
+    found, wanted = sketch.statistics(image), f"{(8,)!r} torch.float32"
+    sketch._graph.call_function(torch.ops.normfuse.sums.default, (TEXT, wanted, image, found, [image]))
+    assert sketch.read() == [("", [image])]
+
+
+@pytest.mark.parametrize("option", ["max_autotune", "max_autotune_gemm"])
+def test_where_inductor_writes_convolutions(option):
+    sketch = Sketch()
+    image = sketch.call(ADD, sketch.input(), sketch.input())
+    sketch.statistics(image)
+    with torch._inductor.config.patch({option: True}):
+        assert sketch.read() == [("", [image])]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_biases_of_convolutions(device):
+    """On a GPU Inductor adds them behind the convolution, to the residual too. All who read the convolution do."""
+    sketch = Sketch(device=device)
+    bias = sketch.input(8)
+    x = sketch.convolution(sketch.input(), bias)
+    y = sketch.convolution(sketch.call(RELU, x))
+    sketch.statistics(x)
+    sketch.statistics(sketch.call(ADD, x, y))
+    (first, read), (second, of_sum) = sketch.read()
+    if device == "cpu":
+        assert (first, read, second, of_sum) == ("", [x], "add tensor", [x, y])
+        return
+    convolution, vector = read
+    assert (first, convolution.args[2], vector.args) == ("add", None, (bias, [-1, 1, 1]))
+    assert (second, of_sum) == ("add tensor -> add", [convolution, y, vector])
+    assert y.args[0].args[0].args == (convolution, vector)
+
+
+class Residuals(nn.Module):
+    """Blocks of a network whose norms come first."""
+
+    def __init__(self, blocks, channels=16):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, channels) for _ in range(blocks))
+        self.convolutions = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(blocks))
+
+    def forward(self, image):
+        x = self.first(image)
+        for norm, convolution in zip(self.norms, self.convolutions, strict=True):
+            x = (x + convolution(F.silu(norm(x)))) / 1.0
+        return x
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    return Residuals(8), torch.randn(4, 3, 12, 12)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_values(format, problem):
+    model, image = problem
+    model, image = model.bfloat16().to(memory_format=format), image.bfloat16().contiguous(memory_format=format)
+    opened = Opened(model)
+    with torch.no_grad():
+        result, expected = opened(image), model.float()(image.float())
+        error = (result - expected).norm() / expected.norm()
+    assert error < 1e-2
+    reads = [len(node.args[1]) for node in opened.nodes("normfuse.statistics.default")]
+    assert reads == [2, 3, 4, 2, 3, 4, 2, 3]
+
+
+def test_errors_are_inductors(problem):
+    """Sums of PyTorch's are rounded each. (On a CPU Inductor adds up more images than on a GPU, where convolutions
+    leave it their biases.)"""
+    model, image = problem
+    with torch.no_grad():
+        model, image = model.bfloat16(), image.bfloat16()
+        found = {name: torch.compile(model, backend=name)(image) for name in ("inductor", "normfuse")}
+        found["eager"] = model(image)
+        expected = model.float()(image.float())
+    errors = {name: ((each - expected).norm() / expected.norm()).item() for name, each in found.items()}
+    assert errors["normfuse"] - errors["inductor"] <= 0.25 * (errors["eager"] - errors["inductor"]), errors
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_statistics_of_a_sum(dtype, formats):
+    """In float32, of images that lie in any ways."""
+    torch.manual_seed(0)
+    x, y = (torch.randn(SHAPE).to(dtype).contiguous(memory_format=format) for format in formats)
+    vector, samples, weight = torch.randn(8, 1, 1).to(dtype), torch.randn(2, 8, 1, 1).to(dtype), torch.randn(8)
+    text = parse("add tensor -> add -> add sample -> group_norm(4, 1e-05) -> mul -> no add").text_in_graph
+    found = STATISTICS(text, [x, y, vector, samples, weight])
+    total = sum(each.double() for each in (x, y, vector, samples)).reshape(2, 4, -1)
+    means, variances = total.mean(2), total.var(2, correction=0)
+    torch.testing.assert_close(found[:8].view(2, 4).double(), means, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[8:16].view(2, 4).double(), (variances + 1e-5).rsqrt(), rtol=1e-5, atol=1e-6)
