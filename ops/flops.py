@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ops.calls import Call, parse
 from ops.matrix_products import PRODUCT, operands_of_one_matrix
+from ops.narrow_convolutions import WEIGHT_GRADIENT
 from ops.operators import BACKWARD, FORWARD, read_specs, spread
 
 Tensor = torch.Tensor
@@ -52,3 +53,8 @@ def _of_backward(text: str, wanted: str, gradient: Tensor, tensors: list[Tensor]
 def _of_product(*arguments: Any, out_val: Any = None) -> int:
     pairs = arguments if len(arguments) == 1 else operands_of_one_matrix(*arguments)
     return sum(2 * input.numel() * matrix.shape[-1] for input, matrix, *_ in pairs)
+
+
+@register_flop_formula(WEIGHT_GRADIENT.overloadpacket, get_raw=True)
+def _of_weight_gradient(words: str, gradient: Tensor, input: Tensor, *, out_val: Any = None) -> int:
+    return 2 * gradient.numel() // gradient.shape[1] * out_val.numel()

@@ -43,6 +43,7 @@ from tests.gpu import DEVICE, arguments_of
 from triton_kernels.copies import copy_all
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
+from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -244,6 +245,20 @@ def test_statistics_of_sums(dtype, format):
     second, third = torch.randn(2, *first.shape, device=DEVICE).to(dtype)
     text = parse("add tensor -> add tensor -> group_norm(8, 1e-05) -> no mul -> no add").text_in_graph
     assert torch.ops.normfuse.statistics(text, [first, second, third]).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=chain_id)
+def test_narrow_weight_gradients(dtype):
+    """Taps begin before the image and end behind it, lines before a tile's end."""
+    image, gradient = (
+        torch.randn(2, 5, 9, 67, device=DEVICE).to(dtype),
+        torch.randn(2, 7, 5, 67, device=DEVICE).to(dtype),
+    )
+    image, gradient = (each.contiguous(memory_format=torch.channels_last) for each in (image, gradient))
+    axes = ConvolvedAxis(1, 1), ConvolvedAxis(9, 5, 3, 2, 1), ConvolvedAxis(67, 67, 3, 1, 1)
+    target = torch.empty(7, 9, 5, dtype=dtype, device=DEVICE)
+    narrow_weight_gradient(gradient.flatten(2), image.flatten(2), target, axes)
+    assert target.isfinite().all()
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="each of several processes launches a part")

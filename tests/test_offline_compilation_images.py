@@ -25,6 +25,7 @@ from triton_kernels.copies import MOST_COPIES, copy_all
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
+from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
 from triton_kernels.pointwise import ADD, nearest_tf32
 
 pytestmark = pytest.mark.offline
@@ -79,6 +80,26 @@ def test_max_pool_backward(kernel, stride, format, arch):
     kernels = compile_launches(launch, arch)
     assert len(kernels) == 2
     assert_fit_without_spills(kernels)
+
+
+@by_architecture
+@pytest.mark.parametrize("C, O, taps", [(1, 32, (3, 3, 3)), (8, 8, (3, 3, 3)), (3, 64, (1, 7, 7)), (4, 320, (1, 3, 3))])
+def test_narrow_weight_gradient(C, O, taps, arch):  # noqa: E741
+    """An image's columns are on their way while others are multiplied, unless its channels are odd in number."""
+    sizes = 1 if taps[0] == 1 else 96, 96, 96
+    pixels = sizes[0] * sizes[1] * sizes[2]
+    axes = tuple(ConvolvedAxis(size, size, tap, 1, tap // 2) for size, tap in zip(sizes, taps, strict=True))
+
+    def launch():
+        for dtype in (torch.bfloat16, torch.float16):
+            gradient, image = (torch.empty(2, pixels, each, dtype=dtype, device=META).mT for each in (O, C))
+            target = torch.empty(O, taps[0] * taps[1] * taps[2], C, dtype=dtype, device=META)
+            narrow_weight_gradient(gradient, image, target, axes)
+
+    kernels = [each for each in compile_launches(launch, arch) if each.name == "narrow_weight_gradient_kernel"]
+    assert len(kernels) == 2
+    assert_fit_without_spills(kernels)
+    assert all("cp.async" in kernel.ptx for kernel in kernels)
 
 
 @by_architecture

@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ops import layouts, residuals
+from ops import layouts, narrow_convolutions, residuals
 from ops.rewriting import rewrite
 
 OPEN = "normfuse.statistics.default", "normfuse.sums.default"
@@ -63,6 +63,7 @@ class Opened:
 
 def _partition(graph, inputs, **options):
     layouts.lay_out(graph.graph)
+    narrow_convolutions.take_over(graph.graph)
     layouts.hold_apart(graph.graph)
     graph.recompile()
     return min_cut_rematerialization_partition(graph, inputs, **options)

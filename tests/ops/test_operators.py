@@ -122,6 +122,7 @@ def test_operators():
         "product.of_one_matrix",
         "statistics",
         "sums",
+        "weight_gradient",
     }
 
 
