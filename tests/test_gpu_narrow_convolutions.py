@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from ops import narrow_convolutions
+from ops import backend, narrow_convolutions
 from tests import gpu
 from tests.gpu import DEVICE, on_hopper
 from tests.ops.test_narrow_convolutions import LAST, Net
@@ -67,7 +67,7 @@ def test_models(dims, monkeypatch):
 
     expected = gradients(model, is_cast=False)
     with torch.compiler.config.patch(force_disable_caches=True), torch.profiler.profile() as profile:
-        found = gradients(torch.compile(model, backend="normfuse"))
+        found = gradients(torch.compile(model, backend=backend.normfuse))
     assert "narrow_weight_gradient_kernel" in {event.name for event in profile.events()}
     eager = gradients(model)
     for one, other, truth, parameter in zip(found, eager, expected, model.parameters(), strict=True):
