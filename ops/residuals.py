@@ -2,7 +2,7 @@
 
 The operator that makes a norm's statistics (``ops.open_norms``) reads memory. A sum, such as a residual, would be
 written for it, rounded to 16 bits, and read from there by all others too. Inductor computes such sums where they are
-read, in float32, and rounds each few of them. So do graphs in which statistics read images and vectors, as products and
+read, in float32, and rounds one every few sums. So do graphs in which statistics read images and vectors, as products and
 convolutions write them, and add them up themselves.
 """
 
@@ -12,8 +12,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ops.calls import parse
+from ops.convolution import CHANNELS_LAST
 from ops.graph_nodes import has_shape
-from ops.layouts import STATISTICS, SUMS, VIEWS, call_like, operator_name
+from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, operator_name
 from ops.pointwise import kind_of
 from triton_kernels.built_in import NAMED
 
@@ -21,8 +22,10 @@ aten = torch.ops.aten
 
 #: Images that a kernel adds up. A sum of more is written, and is an image to what follows.
 _MOST_IMAGES = 3
+_MOST_VECTORS = 8
 #: What is in memory, beside a graph's inputs: results of libraries' kernels.
 _WRITTEN = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
+_CASTS = ("prims::convert_element_type", "aten::_to_copy")
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,6 @@ class _Sum:
 
     images: tuple[Node, ...]
     vectors: tuple[Node, ...] = ()
-
-    def __add__(self, other: "_Sum") -> "_Sum":
-        return _Sum(self.images + other.images, self.vectors + other.vectors)
 
 
 def read_terms(graph: Graph) -> None:
@@ -44,56 +44,81 @@ def read_terms(graph: Graph) -> None:
     found = [node for node, name in names.items() if name == STATISTICS]
     if not found or SUMS in names.values() or config.max_autotune or config.max_autotune_gemm:
         return  # a convolution that Inductor writes itself adds a residual to its result
-    sums = _Sums()
+    written: set[Node] = set()  # what statistics read, so that it is in memory
     for node in found:
         image, *others = node.args[1]
-        if image.meta["val"].dtype.itemsize != 2:
-            continue
-        terms = sums.of(image)
-        if len(terms.images) <= _MOST_IMAGES:
-            terms = _with_biases_apart(terms)
-        if terms == _Sum((image,)) or len(terms.images) > _MOST_IMAGES:
-            sums.written.add(_source(image))
+        terms = _terms(image, written)
+        if terms == _Sum((image,)):
+            written.add(_source(image))
             continue
         read = [*terms.images, *terms.vectors]
         kinds = [_kind(each, terms.images[0]) for each in read[1:]]
         node.args = _with_steps(node.args[0], kinds), [*read, *others]
+        _normalize_the_same(image, read)
     graph.eliminate_dead_code()
     graph.lint()
 
 
-class _Sums:
-    """What values are sums of. Those ``written`` are in memory anyway."""
+def _terms(image: Node, written: set[Node]) -> _Sum:
+    """What an image is the sum of, with images that are in memory, or itself alone."""
+    value, itself = image.meta["val"], _Sum((image,))
+    if value.dtype.itemsize != 2 or value.ndim not in CHANNELS_LAST:
+        return itself
+    images: list[Node] = []
+    vectors: list[Node] = []
+    rest = [image]
+    while rest:
+        node = rest.pop()
+        if _is_in_memory(node, written):
+            images.append(node)
+        elif node.target in (aten.div.Tensor, aten.mul.Tensor) and node.args[1] == 1:
+            rest.append(node.args[0])
+        elif node.target is aten.add.Tensor and not node.kwargs:
+            for each in reversed(node.args):
+                if not isinstance(each, Node) or getattr(each.meta.get("val"), "dtype", None) != value.dtype:
+                    return itself
+                if has_shape(each.meta["val"], value.shape):
+                    rest.append(each)
+                elif _is_vector(each, value):
+                    vectors.append(each)
+                else:
+                    return itself
+        else:
+            return itself
+        if len(images) + len(rest) > _MOST_IMAGES or len(vectors) > _MOST_VECTORS:
+            return itself
+    return _with_biases_apart(_Sum(tuple(images), tuple(vectors)))
 
-    def __init__(self) -> None:
-        self.written: set[Node] = set()
 
-    def of(self, node: Node) -> _Sum:
-        """A sum whose images are in memory, or of this node alone."""
-        return self._terms(node) or _Sum((node,))
+def _is_in_memory(node: Node, written: set[Node]) -> bool:
+    """Whether it is, and is or will be laid out as ``ops.layouts`` has images: no copy is made for statistics."""
+    if node in written or node.target is aten.convolution.default:
+        return True
+    source, value = _source(node), node.meta["val"]
+    is_known = source in written or source.op == "placeholder" or source.target in _WRITTEN
+    return is_known and value.is_contiguous(memory_format=CHANNELS_LAST[value.ndim])
 
-    def _terms(self, node: Node) -> _Sum | None:
-        """The same, or None where the node is no sum, and in no memory."""
-        source = _source(node)
-        if source in self.written or source.op == "placeholder" or source.target in _WRITTEN:
-            return _Sum((node,))
-        if node.target in (aten.div.Tensor, aten.mul.Tensor) and node.args[1] == 1:
-            first, dtype = node.args[0], node.meta["val"].dtype
-            return self._terms(first) if first.meta["val"].dtype == dtype else None
-        if node.target is not aten.add.Tensor or node.kwargs:
-            return None
-        terms = [self._term(each, node) for each in node.args]
-        first, second = terms
-        return first + second if first and second and (first.images or second.images) else None
 
-    def _term(self, node: object, total: Node) -> _Sum | None:
-        """Of an argument of a sum."""
-        value = total.meta["val"]
-        if not isinstance(node, Node) or node.meta["val"].dtype != value.dtype:
-            return None
-        if has_shape(node.meta["val"], value.shape):
-            return self._terms(node)
-        return _Sum((), (node,)) if _kind(node, total) in ("vector", "sample") else None
+def _is_vector(node: Node, image: torch.Tensor) -> bool:
+    """Whether it has a value for each of the image's channels, or for each channel of each sample."""
+    value, ones = node.meta["val"], (1,) * (image.ndim - 2)
+    channels = image.shape[1]
+    shapes = (channels, *ones), (1, channels, *ones), (*image.shape[:2], *ones)
+    is_one = all(size == 1 for size in value.shape if type(size) is int)
+    return not is_one and any(has_shape(value, shape) for shape in shapes)
+
+
+def _normalize_the_same(image: Node, read: list[Node]) -> None:
+    """Let the norm have the very sum that its statistics are of. Inductor may write the image, which is rounded then:
+    of a group of nearly equal values, that would be far from their mean."""
+    for cast in list(image.users):
+        if operator_name(cast) not in _CASTS or cast.meta["val"].dtype != torch.float32:
+            continue
+        with cast.graph.inserting_before(cast):
+            total, *rest = (call_like(cast, CAST, each, torch.float32) for each in read)
+            for each in rest:
+                total = call_like(cast, aten.add.Tensor, total, each)
+        cast.replace_all_uses_with(total)
 
 
 def _source(node: Node) -> Node:
@@ -111,18 +136,18 @@ def _kind(node: Node, image: Node) -> str:
 
 def _with_biases_apart(terms: _Sum) -> _Sum:
     """The sum, with biases that Inductor adds behind convolutions on a GPU as vectors."""
-    images, vectors = list(terms.images), list(terms.vectors)
-    for place, node in enumerate(images):
+    vectors, apart = list(terms.vectors), dict[Node, Node]()
+    for node in dict.fromkeys(terms.images):
         is_convolution = node.target is aten.convolution.default and node.args[2] is not None
         if not is_convolution or not node.meta["val"].is_cuda:
             continue
         with node.graph.inserting_before(node):
             bias = call_like(node, aten.view.default, node.args[2], [-1] + [1] * (node.meta["val"].ndim - 2))
-            images[place] = call_like(node, node.target, *node.args[:2], None, *node.args[3:])
-            total = call_like(node, aten.add.Tensor, images[place], bias)
+            apart[node] = call_like(node, node.target, *node.args[:2], None, *node.args[3:])
+            total = call_like(node, aten.add.Tensor, apart[node], bias)
         node.replace_all_uses_with(total)
-        vectors.append(bias)
-    return _Sum(tuple(images), tuple(vectors))
+        vectors += [bias] * terms.images.count(node)
+    return _Sum(tuple(apart.get(each, each) for each in terms.images), tuple(vectors))
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:

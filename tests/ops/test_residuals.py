@@ -31,11 +31,13 @@ class Sketch:
         self._mode, self._graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
         self._dtype, self._device, self._results = dtype, device, []
 
-    def input(self, *shape, dtype=None):
+    def input(self, *shape, dtype=None, format=torch.channels_last):
         """An image, or what has another shape."""
         node = self._graph.placeholder(f"p{len(self._graph.nodes)}")
         with self._mode:
-            node.meta["val"] = torch.empty(shape or SHAPE, dtype=dtype or self._dtype, device=self._device)
+            format = format if len(shape or SHAPE) == 4 else torch.contiguous_format
+            options = {"dtype": dtype or self._dtype, "device": self._device, "memory_format": format}
+            node.meta["val"] = torch.empty(shape or SHAPE, **options)
         return node
 
     def call(self, target, *arguments, **options):
@@ -130,6 +132,11 @@ OTHERS = {
     "one value": lambda sketch: pair(sketch, (), (1, 1, 1)),
     "an image for all samples": lambda sketch: pair(sketch, (), (8, 6, 5)),
     "columns": lambda sketch: pair(sketch, (), (5,)),
+    "a value a sample": lambda sketch: pair(sketch, (), (2, 1, 1, 1)),
+    "a value a sample of all pixels": lambda sketch: pair(sketch, (), (2, 1, 6, 5)),
+    "contiguous": lambda sketch: sketch.call(ADD, sketch.input(), sketch.input(format=torch.contiguous_format)),
+    "three dimensions": lambda sketch: pair(sketch, (2, 8, 30), (2, 8, 30)),
+    "another dtype": lambda sketch: sketch.call(ADD, sketch.input(), sketch.input(dtype=torch.float16)),
     "no image": lambda sketch: pair(sketch, (2, 8, 6, 1), (8, 6, 5)),
     "divided": lambda sketch: sketch.call(DIV, pair(sketch), 2.0),
     "a pointwise term": lambda sketch: sketch.call(ADD, sketch.input(), sketch.call(RELU, sketch.input())),
@@ -145,6 +152,72 @@ def test_others_are_read_as_they_were(make):
     image = make(sketch)
     sketch.statistics(image)
     assert sketch.read() == [("", [image])]
+
+
+def test_a_convolution_that_is_added_twice():
+    """It is computed once."""
+    sketch = Sketch(device="cuda")
+    bias = sketch.input(8)
+    x, y = sketch.convolution(sketch.input(), bias), sketch.input()
+    sketch.statistics(sketch.call(ADD, sketch.call(ADD, x, y), x))
+    ((steps, read),) = sketch.read()
+    assert steps == "add tensor -> add tensor -> add -> add" and read[0] is read[2] and read[3] is read[4]
+
+
+def test_long_sums_and_sums_of_shared_terms():
+    """Neither takes long to leave, however often a term counts."""
+    sketch = Sketch()
+    first = second = sketch.input()
+    for _ in range(1500):
+        first, second = second, sketch.call(ADD, second, first)
+    sketch.statistics(second)
+    assert sketch.read() == [("", [second])]
+
+
+def test_many_vectors():
+    sketch = Sketch()
+    x = sketch.input()
+    for _ in range(9):
+        x = sketch.call(ADD, x, sketch.input(8, 1, 1))
+    sketch.statistics(x)
+    assert sketch.read() == [("", [x])]
+
+
+def test_the_norm_has_the_sum_that_its_statistics_are_of():
+    """Where a convolution reads it too, it is written and rounded: each value would be far from a group's mean."""
+    weight = torch.randn(8, 8, 1, 1).bfloat16()
+
+    def function(x, y):
+        total = x + y
+        return F.conv2d(total, weight), F.group_norm(total, 4, eps=1e-6)
+
+    x = torch.ones(SHAPE).bfloat16().contiguous(memory_format=torch.channels_last)
+    opened = Opened(function)
+    with torch.no_grad():
+        _, result = opened(x, torch.full_like(x, 1.2 * 2**-9))
+    assert len(opened.nodes("normfuse.statistics.default")[0].args[1]) == 2
+    assert result.abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("number", [3, 3.0])
+def test_numbers_that_are_open(number, fresh_compiler):
+    with torch.no_grad():
+        function = Opened(lambda x, y, number: F.group_norm(x + y + number, 4), dynamic=True)
+        x, y = torch.randn(2, *SHAPE).bfloat16()
+        expected = F.group_norm((x + y + number).float(), 4)
+        assert (function(x, y, number) - expected).abs().max() < 5e-2
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1, 1), (1, 8, 1, 1), (8, 1, 1), (2, 8, 1, 1), (1, 1, 1), (2, 1, 6, 5)], ids=str
+)
+def test_operands_of_all_shapes(shape, fresh_compiler):
+    torch.manual_seed(0)
+    convolution, x, other = nn.Conv2d(8, 8, 1).bfloat16(), torch.randn(SHAPE).bfloat16(), torch.randn(shape).bfloat16()
+    with torch.no_grad():
+        found = Opened(lambda x: F.group_norm(convolution(x) + 3 * other + x, 4))(x)
+        expected = F.group_norm((convolution(x) + 3 * other + x).float(), 4)
+    assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_a_vector_may_come_first():
