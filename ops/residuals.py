@@ -2,8 +2,8 @@
 
 The operator that makes a norm's statistics (``ops.open_norms``) reads memory. A sum, such as a residual, would be
 written for it, rounded to 16 bits, and read from there by all others too. Inductor computes such sums where they are
-read, in float32, and rounds one every few sums. So do graphs in which statistics read images and vectors, as products and
-convolutions write them, and add them up themselves.
+read, in float32, and rounds one every few sums. So do graphs in which statistics read images and vectors, as products
+and convolutions write them, and add them up themselves.
 """
 
 from dataclasses import dataclass, replace
