@@ -182,12 +182,12 @@ class Arguments:
         return self._operands(as_volume)
 
     def _operands(self, of_tensors: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+        def operand(step: Any, given: torch.Tensor) -> torch.Tensor:
+            tensor = (of_tensors if step.operand == "tensor" else contiguous)(given)
+            return tensor.view(step.shape(tensor.shape))
+
         return tuple(
-            numbers
-            if each is None
-            else of_tensors(each)
-            if step.operand == "tensor"
-            else contiguous(each).view(step.shape(each.shape))
+            numbers if each is None else operand(step, each)
             for step, each, numbers in zip(self.call.chain.steps, self.vectors, self.call.numbers, strict=True)
         )
 

@@ -173,10 +173,14 @@ def _around(starts: list[Node]) -> set[Node]:
     return found
 
 
+def is_channels_last(value: Tensor) -> bool:
+    """Whether it lies so, but for dimensions of one."""
+    return value.is_contiguous(memory_format=CHANNELS_LAST[value.ndim])
+
+
 def _is_laid_out(value: Tensor) -> bool:
     """Whether it is channels_last, and PyTorch takes it so. (Of one channel, strides may leave it open.)"""
-    format = CHANNELS_LAST[value.ndim]
-    return value.is_contiguous(memory_format=format) and (value.shape[1] > 1 or value.stride(1) == 1)
+    return is_channels_last(value) and (value.shape[1] > 1 or value.stride(1) == 1)
 
 
 def _converts(node: Node) -> bool:

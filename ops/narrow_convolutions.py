@@ -7,7 +7,6 @@ cuDNN's tiles are for many channels. Of the first convolution of a network for i
 import ast
 import logging
 import math
-import operator
 
 import torch
 from torch.fx import Graph, Node
@@ -16,7 +15,7 @@ from ops import plans, precision
 from ops.calls import as_volume
 from ops.convolution import CHANNELS_LAST
 from ops.fingerprint import check, fingerprint
-from ops.layouts import call_like
+from ops.layouts import call_like, is_channels_last
 from ops.operators import define, layouts_of
 from ops.plan import Plan
 from triton_kernels.device import architecture
@@ -35,11 +34,6 @@ _MOST_WEIGHTS = 3 * 2**12
 _FEWEST_PIXELS = 2**15
 #: What a kernel's indices within a sample hold.
 _MOST_ELEMENTS = 2**30
-
-
-def _write(axes: list[ConvolvedAxis], strides: tuple[int, ...]) -> str:
-    rows = [(each.size, each.outputs, each.taps, each.stride, each.padding, each.dilation) for each in axes]
-    return f"{fingerprint([])} | {rows} | {strides}"
 
 
 def _read(words: str) -> tuple[list[ConvolvedAxis], tuple[int, ...]]:
@@ -86,27 +80,24 @@ def take_over(graph: Graph) -> None:
     """Let the kernel compute the weight gradients for which it is faster."""
     count = 0
     for node in list(graph.nodes):
-        if node.target is aten.convolution_backward.default and (words := _words(node)):
+        if node.target is not aten.convolution_backward.default:
+            continue
+        result = next((user for user in node.users if user.args[1] == 1), None)
+        if result and (words := _words(node, result)):
             count += 1
-            _replace(node, words)
+            _replace(node, result, words)
     if count:
         _log.info("%d weight gradients of narrow convolutions", count)
         graph.eliminate_dead_code()
         graph.lint()
 
 
-def _of_weight(node: Node) -> Node | None:
-    found = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
-    return found[0] if found and node.args[-1][1] else None
-
-
-def _words(node: Node) -> str:
-    """A call's words, or "" where it is cuDNN's."""
-    gradient, input, weight, _, stride, padding, dilation, is_transposed, _, groups, _ = node.args
+def _words(node: Node, result: Node) -> str:
+    """The words of a call that is to make this result, or "" where it is cuDNN's."""
+    gradient, input, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = node.args
     values = [each.meta["val"] for each in (gradient, input, weight)]
     of_gradient, of_input, of_weight = values
-    found = _of_weight(node)
-    if found is None or is_transposed or groups != 1 or of_weight.ndim not in CHANNELS_LAST:
+    if not wanted[1] or is_transposed or groups != 1 or of_weight.ndim not in CHANNELS_LAST:
         return ""
     if not all(type(size) is int for each in values for size in (*each.shape, *each.stride())):
         return ""
@@ -116,12 +107,11 @@ def _words(node: Node) -> str:
         return ""
     if of_gradient.dtype != of_input.dtype or of_input.dtype.itemsize != 2 or not _runs(of_input):
         return ""
-    if math.prod(of_input.shape[1:]) > _MOST_ELEMENTS or not all(map(_has_close_channels, (of_gradient, of_input))):
+    images = of_gradient, of_input, result.meta["val"]
+    if math.prod(of_input.shape[1:]) > _MOST_ELEMENTS or not all(map(is_channels_last, images)):
         return ""
     rows = zip(of_input.shape[2:], of_gradient.shape[2:], of_weight.shape[2:], stride, padding, dilation, strict=True)
-    strides = found.meta["val"].stride()
-    is_written_so = _has_close_channels(found.meta["val"])
-    return _write([ConvolvedAxis(*row) for row in rows], strides) if is_written_so else ""
+    return f"{fingerprint([])} | {list(rows)} | {images[2].stride()}"
 
 
 def _runs(value: Tensor) -> bool:
@@ -129,20 +119,11 @@ def _runs(value: Tensor) -> bool:
     return precision.runs_kernels(value) and architecture(value.device) == 90
 
 
-def _has_close_channels(value: Tensor) -> bool:
-    """Whether it lies as channels_last, but for dimensions of one."""
-    return value.is_contiguous(memory_format=CHANNELS_LAST[value.ndim])
-
-
-def _replace(node: Node, words: str) -> None:
+def _replace(node: Node, result: Node, words: str) -> None:
     gradient, input = node.args[:2]
-    found = _of_weight(node)
-    assert found is not None
     with node.graph.inserting_before(node):
-        result = call_like(found, WEIGHT_GRADIENT, words, gradient, input)
-    values = tuple(each.meta["val"] for each in (gradient, input))
-    result.meta["eager_input_vals"] = (words, *values), {}
-    found.replace_all_uses_with(result)
-    mask = list(node.args[-1])
-    mask[1] = False
-    node.args = (*node.args[:-1], mask)
+        ours = call_like(result, WEIGHT_GRADIENT, words, gradient, input)
+    ours.meta["eager_input_vals"] = (words, gradient.meta["val"], input.meta["val"]), {}
+    result.replace_all_uses_with(ours)
+    of_input, _, of_bias = node.args[-1]
+    node.args = (*node.args[:-1], [of_input, False, of_bias])

@@ -6,7 +6,8 @@ read, in float32, and rounds one every few sums. So do graphs in which statistic
 and convolutions write them, and add them up themselves.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -14,8 +15,7 @@ from torch.fx import Graph, Node
 from ops.calls import parse
 from ops.convolution import CHANNELS_LAST
 from ops.graph_nodes import has_shape
-from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, operator_name
-from ops.pointwise import kind_of
+from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, is_channels_last, operator_name
 from triton_kernels.built_in import NAMED
 
 aten = torch.ops.aten
@@ -25,15 +25,6 @@ _MOST_IMAGES = 3
 _MOST_VECTORS = 8
 #: What is in memory, beside a graph's inputs: results of libraries' kernels.
 _WRITTEN = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
-_CASTS = ("prims::convert_element_type", "aten::_to_copy")
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """What a value is the sum of: images of its shape, and vectors."""
-
-    images: tuple[Node, ...]
-    vectors: tuple[Node, ...] = ()
 
 
 def read_terms(graph: Graph) -> None:
@@ -47,23 +38,22 @@ def read_terms(graph: Graph) -> None:
     written: set[Node] = set()  # what statistics read, so that it is in memory
     for node in found:
         image, *others = node.args[1]
-        terms = _terms(image, written)
-        if terms == _Sum((image,)):
+        read = _terms(image, written)
+        if read == [image]:
             written.add(_source(image))
             continue
-        read = [*terms.images, *terms.vectors]
-        kinds = [_kind(each, terms.images[0]) for each in read[1:]]
+        kinds = [_kind(each.meta["val"], image.meta["val"]) for each in read[1:]]
         node.args = _with_steps(node.args[0], kinds), [*read, *others]
         _normalize_the_same(image, read)
     graph.eliminate_dead_code()
     graph.lint()
 
 
-def _terms(image: Node, written: set[Node]) -> _Sum:
-    """What an image is the sum of, with images that are in memory, or itself alone."""
-    value, itself = image.meta["val"], _Sum((image,))
+def _terms(image: Node, written: set[Node]) -> list[Node]:
+    """What an image is the sum of: first images, which are in memory, then vectors; or itself alone."""
+    value = image.meta["val"]
     if value.dtype.itemsize != 2 or value.ndim not in CHANNELS_LAST:
-        return itself
+        return [image]
     images: list[Node] = []
     vectors: list[Node] = []
     rest = [image]
@@ -75,19 +65,17 @@ def _terms(image: Node, written: set[Node]) -> _Sum:
             rest.append(node.args[0])
         elif node.target is aten.add.Tensor and not node.kwargs:
             for each in reversed(node.args):
-                if not isinstance(each, Node) or getattr(each.meta.get("val"), "dtype", None) != value.dtype:
-                    return itself
-                if has_shape(each.meta["val"], value.shape):
-                    rest.append(each)
-                elif _is_vector(each, value):
-                    vectors.append(each)
-                else:
-                    return itself
+                term: Any = each.meta.get("val") if isinstance(each, Node) else None
+                kind = _kind(term, value) if getattr(term, "dtype", None) == value.dtype else ""
+                if not kind:
+                    return [image]
+                (rest if kind == "tensor" else vectors).append(each)
         else:
-            return itself
+            return [image]
         if len(images) + len(rest) > _MOST_IMAGES or len(vectors) > _MOST_VECTORS:
-            return itself
-    return _with_biases_apart(_Sum(tuple(images), tuple(vectors)))
+            return [image]
+    images, biases = _with_biases_apart(images)
+    return [*images, *vectors, *biases]
 
 
 def _is_in_memory(node: Node, written: set[Node]) -> bool:
@@ -96,23 +84,14 @@ def _is_in_memory(node: Node, written: set[Node]) -> bool:
         return True
     source, value = _source(node), node.meta["val"]
     is_known = source in written or source.op == "placeholder" or source.target in _WRITTEN
-    return is_known and value.is_contiguous(memory_format=CHANNELS_LAST[value.ndim])
-
-
-def _is_vector(node: Node, image: torch.Tensor) -> bool:
-    """Whether it has a value for each of the image's channels, or for each channel of each sample."""
-    value, ones = node.meta["val"], (1,) * (image.ndim - 2)
-    channels = image.shape[1]
-    shapes = (channels, *ones), (1, channels, *ones), (*image.shape[:2], *ones)
-    is_one = all(size == 1 for size in value.shape if type(size) is int)
-    return not is_one and any(has_shape(value, shape) for shape in shapes)
+    return is_known and is_channels_last(value)
 
 
 def _normalize_the_same(image: Node, read: list[Node]) -> None:
     """Let the norm have the very sum that its statistics are of. Inductor may write the image, which is rounded then:
     of a group of nearly equal values, that would be far from their mean."""
     for cast in list(image.users):
-        if operator_name(cast) not in _CASTS or cast.meta["val"].dtype != torch.float32:
+        if cast.target is not CAST or cast.meta["val"].dtype != torch.float32:
             continue
         with cast.graph.inserting_before(cast):
             total, *rest = (call_like(cast, CAST, each, torch.float32) for each in read)
@@ -128,16 +107,21 @@ def _source(node: Node) -> Node:
     return node
 
 
-def _kind(node: Node, image: Node) -> str:
-    """What an operand is to an image: "tensor", "vector" or "sample"."""
-    shape = node.meta["val"].shape
-    return kind_of((1,) * (image.meta["val"].ndim - len(shape)) + tuple(shape), image.meta["val"].ndim, has_rows=False)
+def _kind(value: torch.Tensor, image: torch.Tensor) -> str:
+    """What a term is to an image: "tensor", "vector" or "sample", as a step's operand; "" where it is none of these."""
+    (samples, channels), ones = image.shape[:2], (1,) * (image.ndim - 2)
+    if has_shape(value, image.shape):
+        return "tensor"
+    if has_shape(value, (channels, *ones)) or has_shape(value, (1, channels, *ones)):
+        return "vector"
+    return "sample" if has_shape(value, (samples, channels, *ones)) else ""
 
 
-def _with_biases_apart(terms: _Sum) -> _Sum:
-    """The sum, with biases that Inductor adds behind convolutions on a GPU as vectors."""
-    vectors, apart = list(terms.vectors), dict[Node, Node]()
-    for node in dict.fromkeys(terms.images):
+def _with_biases_apart(images: list[Node]) -> tuple[list[Node], list[Node]]:
+    """The images, and as vectors the biases that Inductor adds behind convolutions on a GPU."""
+    apart: dict[Node, Node] = {}
+    biases: list[Node] = []
+    for node in dict.fromkeys(images):
         is_convolution = node.target is aten.convolution.default and node.args[2] is not None
         if not is_convolution or not node.meta["val"].is_cuda:
             continue
@@ -146,16 +130,14 @@ def _with_biases_apart(terms: _Sum) -> _Sum:
             apart[node] = call_like(node, node.target, *node.args[:2], None, *node.args[3:])
             total = call_like(node, aten.add.Tensor, apart[node], bias)
         node.replace_all_uses_with(total)
-        vectors += [bias] * terms.images.count(node)
-    return _Sum(tuple(apart.get(each, each) for each in terms.images), tuple(vectors))
+        biases += [bias] * images.count(node)
+    return [apart.get(each, each) for each in images], biases
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:
     """A call's text with sums of operands of these kinds before all else."""
     call = parse(text)
     added = tuple(NAMED["add" if kind == "vector" else f"add {kind}"] for kind in kinds)
-    chain = replace(call.chain, before=added + call.chain.before)
-    count = len(added)
-    return replace(
-        call, chain=chain, numbers=(None,) * count + call.numbers, present=(True,) * count + call.present
-    ).text_in_graph
+    chain, count = replace(call.chain, before=added + call.chain.before), len(added)
+    numbers, present = (None,) * count + call.numbers, (True,) * count + call.present
+    return replace(call, chain=chain, numbers=numbers, present=present).text_in_graph

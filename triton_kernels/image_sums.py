@@ -36,7 +36,6 @@ from triton_kernels.image_tiles import (
     part_of_program,
     place_of_sample,
     store_of_channels,
-    tensors_of,
     tile_of_image,
 )
 from triton_kernels.launch import wait_for_launch_before
@@ -325,7 +324,7 @@ def image_sums(
         partials = torch.empty(B, parts.strips, len(kinds), C, dtype=torch.float32, device=input.device)
     launch_parts(
         sums_kernel,
-        [input, output_gradient, *tensors_of(chain, operands)],
+        [input, output_gradient],
         group_size,
         parts,
         config,
@@ -341,6 +340,7 @@ def image_sums(
         parts.counters(B, over_samples=adds_up),
         num_groups,
         B,
+        is_pipelined=not chain.takes_tensors,  # there are no registers for it (compute capability 8.0)
         KINDS=kinds,
         CHAIN=chain,
         ADDED=added is not None,

@@ -373,10 +373,11 @@ def launch_parts(
     parts: Parts,
     config: ImageSumsConfig,
     *arguments: Any,
+    is_pipelined: bool = True,
     **options: Any,
 ) -> None:
     """Launch a kernel whose programs take ``parts`` of ``images`` [B, C, S], all that it reads. The arguments that say
-    so are added.
+    so are added. ``is_pipelined``: loads of later tiles may begin before a tile is done with.
 
     The launch does not overlap. A convolution of cuDNN's, which often comes before it, lets the next launch begin while
     it still runs, and small programs gather on the multiprocessors that it leaves first: behind one, a norm's forward
@@ -399,7 +400,9 @@ def launch_parts(
         LANES=parts.lanes,
         SOLE=parts.of_unit == 1,
         FULL=parts.is_full,
-        STAGES=1 if is_long else max(1, min(config.num_stages, parts.tiles, _MOST_BYTES_LOADED // bytes)),
+        STAGES=max(1, min(config.num_stages, parts.tiles, _MOST_BYTES_LOADED // bytes))
+        if is_pipelined and not is_long
+        else 1,
         PIXEL_UNIT=unit,
         INDEX=tl.int64 if is_long else tl.int32,
         BLOCK_C=parts.block_c,
