@@ -56,7 +56,7 @@ def normfuse(
 
 #: By the name of Inductor's option the passes over graphs behind autograd.
 _PASSES: dict[str, Sequence[Callable[[Graph], None]]] = {
-    "joint_custom_pre_pass": [residuals.read_terms, layouts.lay_out, narrow_convolutions.take_over],
+    "joint_custom_pre_pass": [layouts.complete, residuals.read_terms, layouts.lay_out, narrow_convolutions.take_over],
     "joint_custom_post_pass": [layouts.hold_apart],
     "post_grad_custom_post_pass": [*([float32_products.take_over] if float32_products.IS_ON else []), copies.join],
 }

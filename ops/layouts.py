@@ -194,6 +194,13 @@ def _converts(node: Node) -> bool:
     return is_fast and groups == 1 and all(each.ndim in CHANNELS_LAST for each in values)
 
 
+def complete(graph: Graph) -> None:
+    """Compute the values that nodes lack. Inductor asks a user's own pass for few."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.users and "val" not in node.meta:
+            node.meta["val"] = computed(node)
+
+
 def computed(node: Node) -> Any:
     """What fake tensors give for the node, with its arguments as they lie now."""
     arguments, options = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
@@ -332,7 +339,8 @@ class _Pass:
         key = node, True
         if key not in self._copies:
             with self._graph.inserting_before(user):
-                if value.shape[1] == 1 and value.is_contiguous():
+                is_view = value.shape[1] == 1 and value.is_contiguous()
+                if is_view and all(type(stride) is int for stride in value.stride()):  # Inductor saves no others
                     last = [value.shape[0], *value.shape[2:], 1]
                     viewed = self._call(user, aten.view.default, node, last)
                     axes = [0, value.ndim - 1, *range(1, value.ndim - 1)]

@@ -284,6 +284,16 @@ def test_open_sizes():
     assert len(opened.graphs) <= 2
 
 
+def test_one_channel_of_open_sizes(fresh_compiler):
+    """Inductor cannot save a view of it: it compares strides, one of which may be one."""
+    net, x = Net(THEN["next"], channels_in=1), torch.randn(2, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = torch.compile(net, backend="normfuse", dynamic=True)(x), net(x)
+    gradients = [torch.autograd.grad(each.float().square().sum(), net.first.weight)[0] for each in results]
+    torch.testing.assert_close(*results, rtol=3e-2, atol=3e-2, check_stride=True)
+    torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-1)
+
+
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_a_size_that_values_decide(format):

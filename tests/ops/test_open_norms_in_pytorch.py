@@ -144,6 +144,25 @@ def test_passes_of_the_user():
     assert ran == ["own", "other"] and unknown.uuid() is None
 
 
+def test_a_pass_that_gives_no_values(fresh_compiler):
+    """Inductor asks for none of these in a graph without a backward pass."""
+
+    def doubled(graph):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+            with graph.inserting_after(node):
+                twice = graph.call_function(torch.ops.aten.add.Tensor, (node, node))
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).bfloat16()
+    compiled = torch.compile(model, backend="normfuse", options={"joint_custom_pre_pass": doubled})
+    image = torch.randn(2, 3, 12, 12).bfloat16()
+    with torch.no_grad():
+        found = compiled(image)
+        expected = model[1].float()(2 * model[0].float()(image.float()))
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_what_a_pass_is_known_by(monkeypatch):
     """Its changes' modules, and those of this project's that they use: a change of any makes another pass."""
     from ops import backend, copies, float32_products, paired_products

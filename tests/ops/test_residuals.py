@@ -109,14 +109,34 @@ def test_a_scale_of_one():
     assert sketch.read() == [("add tensor", [x, y])]
 
 
-def test_views_of_products():
-    """What a linear layer makes of an image's pixels is in memory."""
+PRODUCTS = {
+    "mm": lambda sketch, matrix: sketch.call(aten.mm.default, matrix, sketch.input(8, 8)),
+    "addmm": lambda sketch, matrix: sketch.call(aten.addmm.default, sketch.input(8), matrix, sketch.input(8, 8)),
+    "bmm": lambda sketch, matrix: sketch.call(
+        aten.bmm.default, sketch.call(VIEW, matrix, [2, 30, 8]), sketch.input(2, 8, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
+def test_views_of_products(make):
+    """What a linear layer makes of an image's pixels is in memory, as is what a view of them was made from."""
     sketch = Sketch()
-    product = sketch.call(aten.mm.default, sketch.input(60, 8), sketch.input(8, 8))
+    product = make(sketch, sketch.call(VIEW, sketch.input(60, 8), [60, 8]))
     viewed = sketch.call(aten.permute.default, sketch.call(VIEW, product, [2, 6, 5, 8]), [0, 3, 1, 2])
-    x = sketch.input()
+    x = sketch.call(aten.permute.default, sketch.input(2, 6, 5, 8, format=torch.contiguous_format), [0, 3, 1, 2])
     sketch.statistics(sketch.call(ADD, x, viewed))
     assert sketch.read() == [("add tensor", [x, viewed])]
+
+
+def test_another_view_of_what_was_read():
+    sketch = Sketch()
+    x = sketch.call(RELU, sketch.input())
+    pixels = sketch.call(VIEW, x, [2, 8, 30])
+    sketch.statistics(pixels)
+    again, other = sketch.call(VIEW, pixels, list(SHAPE)), sketch.input()
+    sketch.statistics(sketch.call(ADD, again, other))
+    assert sketch.read() == [("", [pixels]), ("add tensor", [again, other])]
 
 
 def pair(sketch, *shapes, **options):
@@ -136,6 +156,8 @@ OTHERS = {
     "a value a sample of all pixels": lambda sketch: pair(sketch, (), (2, 1, 6, 5)),
     "contiguous": lambda sketch: sketch.call(ADD, sketch.input(), sketch.input(format=torch.contiguous_format)),
     "three dimensions": lambda sketch: pair(sketch, (2, 8, 30), (2, 8, 30)),
+    "a row of pixels": lambda sketch: pair(sketch, (), (8, 1, 5)),
+    "a column of a sample's pixels": lambda sketch: pair(sketch, (), (2, 8, 6, 1)),
     "another dtype": lambda sketch: sketch.call(ADD, sketch.input(), sketch.input(dtype=torch.float16)),
     "no image": lambda sketch: pair(sketch, (2, 8, 6, 1), (8, 6, 5)),
     "divided": lambda sketch: sketch.call(DIV, pair(sketch), 2.0),
