@@ -49,9 +49,15 @@ def normfuse(
     _log.info("%d chains in a graph of %d nodes", len(found), len(module.graph.nodes))
     for each in found:
         _log.info("%s%s, in the place of %s", "open " if each.is_open else "", each.chain, ", ".join(each.nodes))
-    for name, changes in _PASSES.items():
-        given[name] = _behind(given.get(name), name, changes)
-    return torch._inductor.compile(module, list(example_inputs), options=given)
+    return compiled(module, example_inputs, given)
+
+
+def compiled(module: GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Callable:
+    """A graph of Dynamo's, rewritten, as Inductor compiles it with these options and the passes behind autograd."""
+    import torch._inductor
+
+    passes = {name: _behind(options.get(name), name, changes) for name, changes in _PASSES.items()}
+    return torch._inductor.compile(module, list(example_inputs), options=options | passes)
 
 
 #: By the name of Inductor's option the passes over graphs behind autograd.

@@ -72,7 +72,14 @@ def plan(tensors: list[Tensor], dtype: str, formats: str) -> Plan:
     return _plans.get(key) or _plans.add(key, plans.made(tensors, write))
 
 
-define("copies", "(Tensor[] tensors, str dtype, str formats) -> Tensor[]", plan, _results)
+define(
+    "copies",
+    "(Tensor[] tensors, str dtype, str formats) -> Tensor[]",
+    plan,
+    _results,
+    "copies",
+    lambda tensors, dtype, _: f"{len(tensors)} tensors to {dtype}",
+)
 
 
 @dataclass(frozen=True)

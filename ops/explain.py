@@ -3,7 +3,7 @@ PyTorch."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,38 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_configs.lookup import Found
-from ops import matrix_products, open_norms, operators, plain, pooling, precision, rewriting
+from ops import backend, inductor, operators, plain, precision, rewriting
 from ops.calls import Call, parse
 from ops.capture import in_parts
 from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
 from ops.inductor import tensors_in
 from ops.plan import Plan
 from triton_kernels.chain import Chain
-
-
-def _chain(text: str, *_: Any) -> str:
-    return parse(text).text
-
-
-#: By operator: what makes a title of its arguments, the call's direction, and what finds its plan.
-_PLANS: dict[Any, tuple[Callable[..., str], str, Callable[..., Plan]]] = {
-    getattr(operator, overload): (_chain, direction, plan_of)
-    for operator, direction, plan_of in (
-        (operators.FORWARD, "forward", operators.forward_plan),
-        (operators.BACKWARD, "backward", operators.backward_plan),
-    )
-    for overload in ("default", "one")
-} | {
-    torch.ops.normfuse.statistics.default: (_chain, "statistics", open_norms.statistics_plan),
-    torch.ops.normfuse.sums.default: (_chain, "sums", open_norms.sums_plan),
-    matrix_products.PRODUCT: (matrix_products.title, "product", matrix_products.plan_of),
-    matrix_products.PRODUCTS_OF_ONE: (
-        matrix_products.title_of_one_matrix,
-        "product",
-        matrix_products.plan_of_one_matrix,
-    ),
-    torch.ops.normfuse.max_pool_backward.default: (pooling.title, "gradient", pooling.backward_plan),
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +55,8 @@ class ExplainedCall:
     Args:
         chain: The chain with the call's numbers.
         direction: "forward" or "backward"; of matrices without a chain, "product"; of an open norm in a compiled
-            graph, which is Inductor's beside these, "statistics" or "sums"; of a max pooling there, "gradient".
+            graph, which is Inductor's beside these, "statistics" or "sums"; of a max pooling, or of a weight of a
+            convolution with few channels there, "gradient"; of weights and their gradients there, "copies".
         device: Where it runs.
         steps: What runs, in order.
         result_bytes: Memory of the result, or of the gradients.
@@ -180,18 +156,23 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function in _PLANS:
-            title, direction, make_plan = _PLANS[function]
-            plan = make_plan(*args)
-            if self._keeps:
-                self._given[len(self.calls)] = plan, args
-            self.calls.append(_explained(title(*args), direction, plan, tensors_in(args)[0].device))
+        name = function.__name__
+        if function.namespace == "normfuse" and name in inductor.PLANS:
+            self.note_call(name, args, inductor.PLANS[name](*args))
         return result
+
+    def note_call(self, name: str, arguments: Sequence[Any], plan: Plan) -> None:
+        """A call of an operator."""
+        if self._keeps:
+            self._given[len(self.calls)] = plan, tuple(arguments)
+        direction, title = operators.TITLES[name]
+        self.calls.append(_explained(title(*arguments), direction, plan, tensors_in(arguments)[0].device))
 
     def measure(self) -> None:
         """Time each call that was kept, and the same in PyTorch's functions."""
         rows: dict[str, list[list]] = {}
-        for place, (plan, (text, *given)) in self._given.items():
+        for place, (plan, arguments) in self._given.items():
+            text, *given = arguments
             row, gradient = None, None
             if self.calls[place].direction == "forward":
                 row = operators.spread(parse(text), given[0])
@@ -200,7 +181,7 @@ class _Watch(TorchDispatchMode):
             elif self.calls[place].direction == "backward":
                 _, gradient, tensors, _ = given
                 row = _row_with(tensors, rows.get(text, []))
-            seconds = _seconds(functools.partial(plan.run, tensors_in(given)))
+            seconds = _seconds(functools.partial(plan.run, tensors_in(arguments)))
             theirs = _in_pytorch(parse(text), row, gradient) if row else None
             self.calls[place] = dataclasses.replace(self.calls[place], seconds=seconds, pytorch_seconds=theirs)
 
@@ -265,9 +246,9 @@ def explain(
     backward pass with ones follows. It leaves every ``.grad`` as it is, and a graph behind the arguments.
 
     Of a module, whether ``fuse`` changed it or not, it tells what ``fuse`` would run, and which contractions and norms
-    it leaves. Of one that ``torch.compile`` returned, it tells the same of the backend ``"normfuse"`` without CUDA
-    graphs, and of an open norm the two calls that are not Inductor's. Of a function, it tells the calls of this
-    project's chains alone.
+    it leaves. Of one that ``torch.compile`` returned, it tells what the backend ``"normfuse"`` runs beside Inductor's
+    kernels, without CUDA graphs, after it has compiled the model for this call. Of a function, it tells the calls of
+    this project's chains alone.
 
     Args:
         model_or_function: What to call: a module, or any function of tensors.
@@ -293,16 +274,17 @@ def explain(
     capture = _Capture(model_or_function, watch) if isinstance(model_or_function, nn.Module) else None
     before = plain.watcher.set(watch.note)
     try:
-        if capture:
-            result = capture.call(*inputs, **options)
-        else:
-            with watch:
-                result = model_or_function(*inputs, **options)
-        roots = _differentiable(result)
-        leaves = _leaves(roots, _differentiable((inputs, options)))
-        if leaves:
-            with watch:
-                torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+        with inductor.watched(watch.note_call):
+            if capture:
+                result = capture.call(*inputs, **options)
+            else:
+                with watch:
+                    result = model_or_function(*inputs, **options)
+            roots = _differentiable(result)
+            leaves = _leaves(roots, _differentiable((inputs, options)))
+            if leaves:
+                with watch:
+                    torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     finally:
         plain.watcher.reset(before)
     watch.measure()
@@ -328,10 +310,12 @@ class _Capture:
         rewriting.rewrite(graph, compiles=self._compiles)
         for each in rewriting.graphs(graph):
             self.left += self._left_in(each)
+        inputs = [example(node) for node in graph.graph.find_nodes(op="placeholder")]
+        function = backend.compiled(graph, inputs, {}) if self._compiles else graph
 
         def run(*arguments: Any) -> Any:
             with self._watch:
-                return graph(*arguments)
+                return function(*arguments)
 
         return run
 

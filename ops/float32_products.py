@@ -37,7 +37,7 @@ _CONVOLUTIONS: dict[Any, Callable[[Pixels], Callable[..., Any]]] = {
 _log = logging.getLogger("ops.backend")
 #: Where this environment variable is 0 when the package is imported, cuBLAS's products stay.
 SWITCH_VARIABLE = "NORMFUSE_FLOAT32"
-IS_ON = os.environ.get(SWITCH_VARIABLE, "1").lower() not in ("0", "false", "no", "off")
+IS_ON: bool = os.environ.get(SWITCH_VARIABLE, "1").lower() not in ("0", "false", "no", "off")
 
 #: Their last two arguments are input [M, K] and matrix [K, N], or batches of them; a bias stands before them.
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)

@@ -10,6 +10,7 @@ Inductor asks a registry how an operator's call is written. Where that is gone, 
 
 import ast
 import concurrent.futures
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -30,7 +31,13 @@ _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
 class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
-    """By the words that a graph has for a call: a function of its tensors in a row."""
+    """By the words that a graph has for a call: a function of its tensors in a row.
+
+    Attributes:
+        watcher: What is told of each call its operator's name, that operator's arguments and the plan; None if nothing.
+    """
+
+    watcher: Callable[[str, list[Any], Plan], None] | None = None
 
     def __missing__(self, words: str) -> Callable[..., list[torch.Tensor]]:
         name, arguments, layouts = ast.literal_eval(words)
@@ -39,7 +46,9 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
             if (begun := _begun.pop(words, None)) is not None:
                 concurrent.futures.wait(begun.values())  # what went wrong there is told by what is made here
             plan = _plan_of(name, arguments, tensors)
-            if layouts:
+            if self.watcher:
+                self.watcher(name, _filled(arguments, iter(tensors)), plan)
+            elif layouts:
                 self[words] = plan.function
             return plan.run(tensors)
 
@@ -48,6 +57,18 @@ class _Calls(dict[str, Callable[..., list[torch.Tensor]]]):
 
 
 calls = _Calls()
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[str, list[Any], Plan], None]) -> Iterator[None]:
+    """Let a function be told of all calls of compiled graphs."""
+    calls.clear()
+    calls.watcher = watcher
+    try:
+        yield
+    finally:
+        calls.watcher = None
+
 
 #: By the same words, and by how the tensors lie in memory: the plans that threads make.
 _begun: dict[str, dict[str, concurrent.futures.Future[Plan]]] = {}

@@ -64,21 +64,22 @@ def _empty_of_one_matrix(places: str, matrix: Tensor, others: list[Tensor]) -> l
     return [matrix.new_empty(a.shape[0], b.shape[1]) for a, b in operands_of_one_matrix(places, matrix, others)]
 
 
-def title(operands: Sequence[Tensor]) -> str:
-    """What ``explain`` calls the product."""
+def _title(operands: Sequence[Tensor]) -> str:
     return " @ ".join(" x ".join(map(str, each.shape)) for each in operands[:2])
 
 
-def title_of_one_matrix(places: str, matrix: Tensor, others: Sequence[Tensor]) -> str:
-    return ", ".join(map(title, operands_of_one_matrix(places, matrix, others)))
+def _title_of_one_matrix(places: str, matrix: Tensor, others: Sequence[Tensor]) -> str:
+    return ", ".join(map(_title, operands_of_one_matrix(places, matrix, others)))
 
 
-operators.define("product", "(Tensor[] operands) -> Tensor", plan_of, _empty)
+operators.define("product", "(Tensor[] operands) -> Tensor", plan_of, _empty, "product", _title)
 operators.define(
     "product.of_one_matrix",
     "(str places, Tensor matrix, Tensor[] others) -> Tensor[]",
     plan_of_one_matrix,
     _empty_of_one_matrix,
+    "product",
+    _title_of_one_matrix,
 )
 PRODUCT, PRODUCTS_OF_ONE = torch.ops.normfuse.product.default, torch.ops.normfuse.product.of_one_matrix
 

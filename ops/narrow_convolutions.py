@@ -72,6 +72,8 @@ define(
     "(str words, Tensor gradient, Tensor input) -> Tensor",
     plan,
     lambda *arguments: [_empty(*arguments)],
+    "gradient",
+    lambda *arguments: f"weight of a convolution {list(_empty(*arguments).shape)}",
 )
 WEIGHT_GRADIENT = torch.ops.normfuse.weight_gradient.default
 

@@ -23,6 +23,7 @@ from ops import plans
 from ops.calls import Arguments, Call, parse
 from ops.operators import (
     Spec,
+    chain_of,
     define,
     layouts_of,
     present,
@@ -89,12 +90,21 @@ def _fake_sums(text: str, wanted: str, gradient: Tensor, statistics: Tensor, ten
     return [factors, *(plans.empty_gradient(spec, gradient) for spec in specs if spec is not None)]
 
 
-define("statistics", "(str call, Tensor[] tensors) -> Tensor", statistics_plan, _fake_statistics)
+define(
+    "statistics",
+    "(str call, Tensor[] tensors) -> Tensor",
+    statistics_plan,
+    _fake_statistics,
+    "statistics",
+    chain_of,
+)
 define(
     "sums",
     "(str call, str wanted, Tensor gradient, Tensor statistics, Tensor[] tensors) -> Tensor[]",
     sums_plan,
     _fake_sums,
+    "sums",
+    chain_of,
 )
 
 

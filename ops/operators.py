@@ -151,8 +151,19 @@ def _only(results: Sequence[Tensor]) -> Tensor:
     return result
 
 
-def define(name: str, schema: str, plan_of: Callable[..., Plan], fake: Callable[..., list[Tensor]]) -> None:
-    """Define an operator that runs plans, and that compiled graphs call directly.
+#: What ``explain`` says of an operator's call, by the operator's name: its direction, and of its arguments a title.
+TITLES: dict[str, tuple[str, Callable[..., str]]] = {}
+
+
+def define(
+    name: str,
+    schema: str,
+    plan_of: Callable[..., Plan],
+    fake: Callable[..., list[Tensor]],
+    direction: str,
+    title: Callable[..., str],
+) -> None:
+    """Define an operator that runs plans, that compiled graphs call directly, and of which ``explain`` tells.
 
     Args:
         name: Its name, with an overload's if it is one.
@@ -160,6 +171,8 @@ def define(name: str, schema: str, plan_of: Callable[..., Plan], fake: Callable[
             Tensor where there is one.
         plan_of: What finds a call's plan, of the operator's arguments. The plan takes the tensors among them in a row.
         fake: What returns a list of the results without values.
+        direction: What a call is, as ``ExplainedCall`` has it.
+        title: What names a call, of the operator's arguments.
     """
     as_returned: Callable[..., Any] = list if schema.endswith("[]") else _only
 
@@ -175,14 +188,20 @@ def define(name: str, schema: str, plan_of: Callable[..., Plan], fake: Callable[
     torch.library.define(f"normfuse::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"normfuse::{name}", ("cuda", "cpu"), run)
     torch.library.register_fake(f"normfuse::{name}", without_values)
-    inductor.PLANS[name if "." in name else f"{name}.default"] = plan_of
+    key = name if "." in name else f"{name}.default"
+    inductor.PLANS[key], TITLES[key] = plan_of, (direction, title)
+
+
+def chain_of(text: str, *_: Any) -> str:
+    """The title of a call that begins with its text."""
+    return parse(text).text
 
 
 for overload, returned in ("", "Tensor[]"), (".one", "Tensor"):
-    arguments = "str call, Tensor[] tensors, bool training"
-    define(f"forward{overload}", f"({arguments}) -> {returned}", forward_plan, _fake_forward)
-    arguments = "str call, str wanted, Tensor gradient, Tensor[] tensors, Tensor[] kept"
-    define(f"backward{overload}", f"({arguments}) -> {returned}", backward_plan, _fake_backward)
+    schema = f"(str call, Tensor[] tensors, bool training) -> {returned}"
+    define(f"forward{overload}", schema, forward_plan, _fake_forward, "forward", chain_of)
+    schema = f"(str call, str wanted, Tensor gradient, Tensor[] tensors, Tensor[] kept) -> {returned}"
+    define(f"backward{overload}", schema, backward_plan, _fake_backward, "backward", chain_of)
 FORWARD, BACKWARD = torch.ops.normfuse.forward, torch.ops.normfuse.backward
 
 

@@ -153,11 +153,6 @@ def _read(words: str) -> list[PooledAxis]:
     return [PooledAxis(*row) for row in ast.literal_eval(rows)]
 
 
-def title(words: str, *_: Any) -> str:
-    """What PyTorch calls a pooling that the operator ``max_pool_backward`` is given in words."""
-    return f"max_pool{len(_read(words))}d"
-
-
 def backward_plan(words: str, gradient: Tensor, chosen: Tensor) -> Plan:
     """The plan that the operator ``max_pool_backward`` runs for these arguments."""
     key = words, *layouts_of([gradient, chosen])
@@ -185,6 +180,8 @@ define(
     "(str words, Tensor gradient, Tensor chosen) -> Tensor",
     backward_plan,
     lambda words, gradient, chosen: [_input_gradient(_read(words), gradient, chosen)],
+    "gradient",
+    lambda words, *_: f"max_pool{len(_read(words))}d",
 )
 
 

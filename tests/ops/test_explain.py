@@ -11,6 +11,7 @@ from torch import nn
 import ops
 from autotune_configs import lookup, tables
 from autotune_configs.gpus import Gpu
+from ops import inductor, narrow_convolutions, precision
 from tests.autotune_configs.entries import SECOND, entry, linear_problem
 from triton_kernels.linear import LinearConfig
 
@@ -195,6 +196,47 @@ def test_a_compiled_pooling():
         ("sums", "group_norm", "sums_kernel"),
     ]
     assert all(each.seconds for each in told)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_behind_autograd(monkeypatch):
+    """What a compiled model's graphs call there: copies of weights, weights' gradients, products of both
+    directions."""
+    monkeypatch.setattr(narrow_convolutions, "_FEWEST_PIXELS", 1)
+    monkeypatch.setattr(precision, "runs_hopper_kernels", lambda device: True)
+    image = torch.randn(2, 1, 12, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+        told = ops.explain(torch.compile(model, backend="normfuse"), image, measure_times=True).calls
+    assert [(each.direction, each.chain, each.steps[0].name) for each in told] == [
+        ("copies", "5 tensors to bfloat16", "copies_kernel"),
+        ("statistics", "group_norm(4, 1e-05) -> mul -> no add", "statistics_kernel"),
+        ("gradient", "weight of a convolution [4, 8, 3, 3]", "narrow_weight_gradient_kernel"),
+        ("sums", "group_norm(4, 1e-05) -> mul -> add -> relu", "sums_kernel"),
+        ("gradient", "weight of a convolution [8, 1, 3, 3]", "narrow_weight_gradient_kernel"),
+        ("copies", "4 tensors to float32", "copies_kernel"),
+    ]
+    assert all(each.seconds for each in told)
+    layers = nn.Sequential(nn.Linear(32, 48), nn.Softmax(1), nn.Linear(48, 16), nn.Softmax(1))
+    told = ops.explain(torch.compile(layers, backend="normfuse"), torch.randn(20, 32)).calls
+    assert [(each.direction, each.chain) for each in told] == [
+        ("product", "20 x 32 @ 32 x 48"),
+        ("product", "20 x 48 @ 48 x 16"),
+        ("product", "20 x 16 @ 16 x 48, 16 x 20 @ 20 x 48"),
+        ("product", "48 x 20 @ 20 x 32"),
+    ]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_runs_as_before():
+    """Its own graphs call what they called, and nothing is told of it any more."""
+    model, input = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(4, 8)), torch.randn(2, 4, 9, 9)
+    compiled = torch.compile(model, backend="normfuse")
+    with torch.no_grad():
+        expected = compiled(input)
+        told = ops.explain(compiled, input).calls
+        assert torch.equal(compiled(input), expected)
+    assert len(told) == 1 and inductor.calls.watcher is None
 
 
 def test_what_is_left():
