@@ -7,6 +7,8 @@ cuDNN's tiles are for many channels. Of the first convolution of a network for i
 import ast
 import logging
 import math
+import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -32,7 +34,7 @@ _MOST_CHANNELS = 32
 _MOST_WEIGHTS = 3 * 2**12
 #: Of all samples' outputs: fewer take no longer than two launches.
 _FEWEST_PIXELS = 2**15
-#: What a kernel's indices within a sample hold.
+#: Of a sample with its padding: what a kernel's indices hold, with room for taps on both sides.
 _MOST_ELEMENTS = 2**30
 
 
@@ -43,8 +45,7 @@ def _read(words: str) -> tuple[list[ConvolvedAxis], tuple[int, ...]]:
     return [ConvolvedAxis(*row) for row in ast.literal_eval(rows)], ast.literal_eval(strides)
 
 
-def _empty(words: str, gradient: Tensor, input: Tensor) -> Tensor:
-    axes, strides = _read(words)
+def _empty(axes: Sequence[ConvolvedAxis], strides: Sequence[int], gradient: Tensor, input: Tensor) -> Tensor:
     shape = gradient.shape[1], input.shape[1], *(axis.taps for axis in axes)
     return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device)
 
@@ -57,7 +58,8 @@ def plan(words: str, gradient: Tensor, input: Tensor) -> Plan:
     key = words, *layouts_of([gradient, input])
 
     def write(stand_ins: list[Tensor]) -> list[Tensor]:
-        result, (axes, _) = _empty(words, *stand_ins), _read(words)
+        axes, strides = _read(words)
+        result = _empty(axes, strides, *stand_ins)
         first, second, third = [ConvolvedAxis(1, 1)] * (3 - len(axes)) + axes
         in_memory = result.as_strided((result.numel(),), (1,))
         of_outputs, image = map(as_volume, stand_ins)
@@ -71,9 +73,9 @@ define(
     "weight_gradient",
     "(str words, Tensor gradient, Tensor input) -> Tensor",
     plan,
-    lambda *arguments: [_empty(*arguments)],
+    lambda words, *images: [_empty(*_read(words), *images)],
     "gradient",
-    lambda *arguments: f"weight of a convolution {list(_empty(*arguments).shape)}",
+    lambda words, *images: f"weight of a convolution {list(_empty(*_read(words), *images).shape)}",
 )
 WEIGHT_GRADIENT = torch.ops.normfuse.weight_gradient.default
 
@@ -84,10 +86,11 @@ def take_over(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.convolution_backward.default:
             continue
-        result = next((user for user in node.users if user.args[1] == 1), None)
-        if result and (words := _words(node, result)):
-            count += 1
-            _replace(node, result, words)
+        for user in list(node.users):
+            is_wanted = user.target is operator.getitem and user.args[1] == 1 and user.users
+            if is_wanted and (words := _words(node, user)):
+                count += 1
+                _replace(node, user, words)
     if count:
         _log.info("%d weight gradients of narrow convolutions", count)
         graph.eliminate_dead_code()
@@ -96,29 +99,33 @@ def take_over(graph: Graph) -> None:
 
 def _words(node: Node, result: Node) -> str:
     """The words of a call that is to make this result, or "" where it is cuDNN's."""
-    gradient, input, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = node.args
-    values = [each.meta["val"] for each in (gradient, input, weight)]
-    of_gradient, of_input, of_weight = values
-    if not wanted[1] or is_transposed or groups != 1 or of_weight.ndim not in CHANNELS_LAST:
+    gradient, input, weight, _, *geometry, is_transposed, _, groups, _ = node.args
+    values = [each.meta["val"] for each in (gradient, input, weight, result)]
+    of_gradient, of_input, of_weight, image = values
+    are_known = all(type(size) is int for each in values for size in (*each.shape, *each.stride()))
+    if not are_known or is_transposed or groups != 1 or of_weight.ndim not in CHANNELS_LAST:
         return ""
-    if not all(type(size) is int for each in values for size in (*each.shape, *each.stride())):
+    if of_gradient.dtype != of_input.dtype or not _runs(of_input) or not _is_faster(of_gradient, of_weight):
         return ""
-    is_narrow = of_weight.shape[1] <= _MOST_CHANNELS and of_weight.numel() <= _MOST_WEIGHTS
-    pixels = of_gradient.numel() // max(1, of_gradient.shape[1])
-    if not is_narrow or math.prod(of_weight.shape[2:]) == 1 or pixels < _FEWEST_PIXELS:
+    if not all(map(is_channels_last, (of_gradient, of_input, image))):
         return ""
-    if of_gradient.dtype != of_input.dtype or of_input.dtype.itemsize != 2 or not _runs(of_input):
-        return ""
-    images = of_gradient, of_input, result.meta["val"]
-    if math.prod(of_input.shape[1:]) > _MOST_ELEMENTS or not all(map(is_channels_last, images)):
+    stride, padding, dilation = (each * (of_input.ndim - 2) if len(each) == 1 else each for each in geometry)
+    padded = [size + 2 * around for size, around in zip(of_input.shape[2:], padding, strict=True)]
+    if of_input.shape[1] * math.prod(padded) > _MOST_ELEMENTS:
         return ""
     rows = zip(of_input.shape[2:], of_gradient.shape[2:], of_weight.shape[2:], stride, padding, dilation, strict=True)
-    return f"{fingerprint([])} | {list(rows)} | {images[2].stride()}"
+    return f"{fingerprint([])} | {list(rows)} | {image.stride()}"
 
 
 def _runs(value: Tensor) -> bool:
-    """Whether it is on a GPU where that was measured."""
-    return precision.runs_kernels(value) and architecture(value.device) == 90
+    """Whether it is in 16 bits on a GPU where that was measured."""
+    return value.dtype.itemsize == 2 and precision.runs_kernels(value) and architecture(value.device) == 90
+
+
+def _is_faster(gradient: Tensor, weight: Tensor) -> bool:
+    is_narrow = weight.shape[1] <= _MOST_CHANNELS and weight.numel() <= _MOST_WEIGHTS
+    pixels = len(gradient) * math.prod(gradient.shape[2:])
+    return is_narrow and math.prod(weight.shape[2:]) > 1 and pixels >= _FEWEST_PIXELS
 
 
 def _replace(node: Node, result: Node, words: str) -> None:

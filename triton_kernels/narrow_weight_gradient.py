@@ -20,8 +20,10 @@ from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.image_tiles import as_image, pixels_of_image
 from triton_kernels.launch import launch, wait_for_launch_before
 
-#: Channels or columns of a tile: as many as tensor cores multiply at least, and at most; and pixels.
-_FEWEST, _MOST, _PIXELS = 16, 128, 64
+#: Channels, and columns, of a tile: tensor cores multiply no fewer.
+_FEWEST, _MOST = 16, 128
+#: Pixels of a tile.
+_PIXELS = 64
 #: Columns of a tile whose values are loaded one by one, for their registers.
 _MOST_OF_SINGLE = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -113,7 +115,8 @@ def narrow_weight_gradient(
 ) -> None:
     """target [O, taps, C] = the weight's gradient, from that of the outputs [B, O, S'] and the input [B, C, S].
 
-    Both are of one 16-bit dtype, and sums are float32's. A sample of the input has fewer than 2^31 elements.
+    Both are of one 16-bit dtype, and sums are float32's. A sample of the input, with what its padding would take in
+    memory, has at most 2^30 elements.
     """
     (B, channels, _), C = gradient.shape, input.shape[1]
     tiles = B * axes[0].outputs * axes[1].outputs * blocks_of(axes[2].outputs, _PIXELS)
@@ -124,8 +127,8 @@ def narrow_weight_gradient(
     )
     blocks = blocks_of(columns, block_n), blocks_of(channels, block_o)
     programs = multiprocessor_count(input.device) * _PROGRAMS_PER_MULTIPROCESSOR
-    tiles_of_share = blocks_of(tiles, max(1, programs // (blocks[0] * blocks[1])))
-    shares = blocks_of(tiles, tiles_of_share)
+    tiles_of_share = max(1, blocks_of(tiles, max(1, programs // (blocks[0] * blocks[1]))))
+    shares = max(1, blocks_of(tiles, tiles_of_share))  # of no samples, too
     partials = torch.empty(shares, target.numel(), dtype=torch.float32, device=input.device)
     launch(
         narrow_weight_gradient_kernel,

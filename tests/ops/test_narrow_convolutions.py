@@ -30,11 +30,17 @@ def graph_of(
     wanted=(True, True, False),
     dtypes=(torch.bfloat16,) * 2,
     contiguous=(),
+    of_result=None,
+    axes=None,
     mode=None,
 ):
-    """A graph with a convolution's backward pass, whose wanted results it returns."""
+    """A graph with a convolution's backward pass, whose wanted results it returns.
+
+    ``contiguous``: the images, by place, that lie so. ``of_result``: the format of the weight's gradient; None as the
+    weight. ``axes``: how often the geometry is given; None once an axis.
+    """
     dims, mode = len(input) - 2, mode or torch._subclasses.FakeTensorMode()
-    geometry = [stride] * dims, [padding] * dims, [dilation] * dims, transposed, [0] * dims, groups
+    geometry = *([each] * (axes or dims) for each in (stride, padding, dilation)), transposed, [0] * dims, groups
     graph, places = torch.fx.Graph(), []
     with mode:
         values = [torch.empty(input, dtype=dtypes[0]), torch.empty(weight, dtype=dtypes[0])]
@@ -42,13 +48,14 @@ def graph_of(
         values = [torch.empty(output.shape, dtype=dtypes[1]), *values]
         for place, value in enumerate(values):
             node = graph.placeholder(f"p{place}")
-            is_last = place not in contiguous
+            is_last = place not in contiguous and value.ndim in LAST
             node.meta["val"] = value.contiguous(memory_format=LAST[value.ndim]) if is_last else value
             places.append(node)
         node = graph.call_function(BACKWARD, (*places, None, *geometry, list(wanted)))
         like = [each.meta["val"] for each in places]
-        node.meta["val"] = [torch.empty_like(like[1]), torch.empty_like(like[2]), None]
-    found = [graph.call_function(operator.getitem, (node, place)) for place in (0, 1) if wanted[place]]
+        of_weight = torch.empty_like(like[2], memory_format=of_result or torch.preserve_format)
+        node.meta["val"] = [torch.empty_like(like[1]), of_weight, torch.empty(output.shape[1], dtype=dtypes[0])]
+    found = [graph.call_function(operator.getitem, (node, place)) for place in range(3) if wanted[place]]
     for each in found:
         each.meta["val"] = node.meta["val"][each.args[1]]
     graph.output(found)
@@ -68,11 +75,22 @@ OURS = {
     "wide taps": {"input": (8, 3, 224, 224), "weight": (64, 3, 7, 7), "stride": 2, "padding": 3},
     "many outputs": {"input": (8, 4, 64, 64), "weight": (320, 4, 3, 3)},
     "float16": {"dtypes": (torch.float16,) * 2},
-    "contiguous weight": {"contiguous": (2,)},
+    "contiguous weight": {"contiguous": (2,), "of_result": torch.channels_last},
     "weight alone": {"wanted": (False, True, False)},
+    "weight and bias": {"wanted": (False, True, True)},
+    "one number for all axes": {"axes": 1},
+    "taps along one axis": {"weight": (8, 3, 1, 3)},
+    "most channels": {"input": (1, 32, 256, 256), "weight": (8, 32, 3, 3)},
+    "most weights": {"weight": (1024, 3, 2, 2)},
+    "fewest pixels": {"input": (2, 3, 128, 128)},
+    "most pixels": {"input": (2, 1, 2**15 - 2, 2**15 - 2), "weight": (8, 1, 3, 3)},
 }
 CUDNNS = {
-    "few pixels": {"input": (1, 3, 128, 128)},
+    "few pixels": {"input": (1, 3, 181, 181)},
+    "many pixels": {"input": (1, 1, 2**15 - 1, 2**15 - 2), "weight": (8, 1, 3, 3)},
+    "much padding": {"input": (1, 1, 1, 2**26), "weight": (8, 1, 5, 5), "padding": 8},
+    "more weights": {"input": (1, 31, 256, 256), "weight": (45, 31, 3, 3)},
+    "one dimension": {"input": (1, 3, 2**16), "weight": (8, 3, 3)},
     "many channels": {"input": (1, 33, 256, 256), "weight": (8, 33, 3, 3)},
     "many weights": {"input": (1, 32, 64, 64, 64), "weight": (32, 32, 3, 3, 3)},
     "one tap": {"weight": (8, 3, 1, 1), "padding": 0},
@@ -82,6 +100,7 @@ CUDNNS = {
     "mixed": {"dtypes": (torch.bfloat16, torch.float16)},
     "contiguous input": {"contiguous": (1,)},
     "contiguous gradient": {"contiguous": (0,)},
+    "contiguous result": {"of_result": torch.contiguous_format},
     "input alone": {"wanted": (True, False, False)},
 }
 
@@ -90,16 +109,14 @@ CUDNNS = {
 def test_ours(options):
     graph = graph_of(**options)
     before = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
-    if options.get("contiguous") == (2,):  # as lay_out has it where cuDNN's result follows the images
-        before[1] = before[1].contiguous(memory_format=torch.channels_last)
-        next(reversed(graph.nodes)).args[0][1].meta["val"] = before[1]
     (node,) = taken(graph)
     results = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
     assert [(each.shape, each.stride(), each.dtype) for each in results] == [
         (each.shape, each.stride(), each.dtype) for each in before
     ]
     left = [each.args[-1] for each in graph.nodes if each.target is BACKWARD]
-    assert left == ([[True, False, False]] if options.get("wanted", (True,))[0] else [])
+    of_input, _, of_bias = options.get("wanted", (True, True, False))
+    assert left == ([[of_input, False, of_bias]] if of_input or of_bias else [])
     assert node.meta["eager_input_vals"] == ((node.args[0], *(each.meta["val"] for each in node.args[1:])), {})
 
 
@@ -110,11 +127,14 @@ def test_cudnns(options):
     assert not taken(graph) and str(graph) == before
 
 
-def test_a_gradient_that_lies_otherwise():
+def test_a_result_that_is_read_twice():
     graph = graph_of()
-    output = next(reversed(graph.nodes))
-    output.args[0][1].meta["val"] = output.args[0][1].meta["val"].contiguous()
-    assert not taken(graph)
+    output, (node,) = next(reversed(graph.nodes)), graph.find_nodes(op="call_function", target=BACKWARD)
+    with graph.inserting_before(output):
+        again, unused = (graph.call_function(operator.getitem, (node, 1)) for _ in range(2))
+    again.meta["val"] = node.meta["val"][1]
+    output.args = ([*output.args[0], again],)
+    assert len(taken(graph)) == 2 and unused.users == {}
 
 
 def test_other_gpus(monkeypatch):
@@ -131,7 +151,7 @@ def test_open_sizes():
     dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3])
     graph = graph_of(mode=mode)
     for node in list(graph.nodes)[:2]:
-        value = torch.empty(7, *node.meta["val"].shape[1:], dtype=torch.bfloat16, device="meta")
+        value = torch.empty(7, *node.meta["val"].shape[1:], dtype=torch.bfloat16, device="cpu")
         value = value.contiguous(memory_format=torch.channels_last)
         node.meta["val"] = mode.from_tensor(value, symbolic_context=dynamic)
     assert not taken(graph)
@@ -205,6 +225,19 @@ def test_opcheck(monkeypatch):
         torch.library.opcheck(
             WEIGHT_GRADIENT, each, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         )
+
+
+def test_calls_that_lie_otherwise(monkeypatch):
+    """Each has a plan of its own."""
+    monkeypatch.setattr(narrow_convolutions, "_FEWEST_PIXELS", 1)
+    (words, *images), _ = arguments()
+    expected = WEIGHT_GRADIENT(words, *images)
+    for place in (0, 1):
+        other = [each.contiguous() if place == at else each for at, each in enumerate(images)]
+        assert torch.equal(WEIGHT_GRADIENT(words, *other), expected)
+    strides = expected.contiguous().stride()
+    result = WEIGHT_GRADIENT(words.replace(str(expected.stride()), str(strides)), *images)
+    assert result.stride() == strides != expected.stride()
 
 
 def test_operations_are_counted(monkeypatch):

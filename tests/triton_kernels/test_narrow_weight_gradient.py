@@ -54,24 +54,46 @@ def test_values(problem, dtype):
     torch.testing.assert_close(found, truth, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5 * truth.abs().max().item())
 
 
-def test_other_strides():
-    found, truth = gradient_of(PROBLEMS["first"], torch.float16, is_contiguous=True)
+@pytest.mark.parametrize("name", ["first", "narrow"])  # an odd number of pixels, and an even one
+def test_other_strides(name):
+    found, truth = gradient_of(PROBLEMS[name], torch.float16, is_contiguous=True)
     torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("programs", [1, 40])
-def test_shares_of_the_pixels(programs, monkeypatch):
-    """However many there are, all pixels count once."""
+@pytest.mark.parametrize("problem", [PROBLEMS["strides"], (1, 32, 150, *PROBLEMS["many columns"][3:])], ids=str)
+def test_shares_of_the_pixels(problem, programs, monkeypatch):
+    """However many there are, all pixels count once. There may be fewer programs than tiles of the result."""
     monkeypatch.setattr(module, "_PROGRAMS_PER_MULTIPROCESSOR", programs)
-    found, truth = gradient_of(PROBLEMS["strides"], torch.float16)
+    found, truth = gradient_of(problem, torch.float16)
     torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-4)
 
 
-def test_infinite_values():
-    """What lies outside the image is no operand: 0 * inf would be NaN."""
-    image = torch.full((1, 3, 4, 4), math.inf).bfloat16().contiguous(memory_format=torch.channels_last)
-    gradient = torch.ones(1, 2, 4, 4).bfloat16().contiguous(memory_format=torch.channels_last)
+def test_no_samples():
+    found, _ = gradient_of((0, *PROBLEMS["first"][1:]), torch.float16)
+    assert (found == 0).all()
+
+
+def test_samples_far_from_each_other():
+    """Beyond what 32 bits hold."""
+    memory = torch.empty(2**31 + 32, dtype=torch.float16)  # of which few pages are touched
+    image = memory.as_strided((3, 2, 4, 4), (2**30, 1, 8, 2))
+    near = torch.randn(3, 2, 4, 4).half().contiguous(memory_format=torch.channels_last)
+    image.copy_(near)
+    gradient = torch.randn(3, 2, 4, 4).half().contiguous(memory_format=torch.channels_last)
     axes = ConvolvedAxis(1, 1), *[ConvolvedAxis(4, 4, 3, 1, 1)] * 2
+    results = [torch.zeros(2, 9, 2).half() for _ in range(2)]
+    for each, target in zip((image, near), results, strict=True):
+        narrow_weight_gradient(gradient.flatten(2), each.flatten(2), target, axes)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("width", [4, 1100])
+def test_infinite_values(width):
+    """What lies outside the image is no operand: 0 * inf would be NaN."""
+    image = torch.full((1, 3, 4, width), math.inf).bfloat16().contiguous(memory_format=torch.channels_last)
+    gradient = torch.ones(1, 2, 4, width).bfloat16().contiguous(memory_format=torch.channels_last)
+    axes = ConvolvedAxis(1, 1), ConvolvedAxis(4, 4, 3, 1, 1), ConvolvedAxis(width, width, 3, 1, 1)
     target = torch.zeros(2, 9, 3).bfloat16()
     narrow_weight_gradient(gradient.flatten(2), image.flatten(2), target, axes)
     assert (target == math.inf).all()
