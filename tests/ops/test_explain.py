@@ -11,7 +11,7 @@ from torch import nn
 import ops
 from autotune_configs import lookup, tables
 from autotune_configs.gpus import Gpu
-from ops import inductor, narrow_convolutions, precision
+from ops import backend, inductor, narrow_convolutions, precision
 from tests.autotune_configs.entries import SECOND, entry, linear_problem
 from triton_kernels.linear import LinearConfig
 
@@ -280,6 +280,17 @@ def test_on_a_gpu():
     forward, backward = ops.explain(layer, input).calls
     assert (forward.direction, backward.direction) == ("forward", "backward")
     assert forward.device.type == backward.device.type == "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_on_a_gpu():
+    """Its backward pass runs in a thread of autograd's own."""
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.GroupNorm(4, 32), nn.SiLU()).cuda().bfloat16()
+    image = torch.randn(2, 16, 32, 32, device="cuda").bfloat16()
+    told = ops.explain(torch.compile(model, backend=backend.normfuse), image, measure_times=True).calls
+    assert [each.direction for each in told] == ["statistics", "sums"]
+    assert all(each.device.type == "cuda" and each.seconds for each in told)
 
 
 def test_times():
