@@ -119,6 +119,25 @@ def _diffusers(name: str, options: dict[str, Any], tiny: dict[str, Any], part: s
     return make
 
 
+def _ddpm_unet(attends_at: int) -> Callable[[bool], nn.Module]:
+    """``attends_at``: the level of four that has attention."""
+    down = ["AttnDownBlock2D" if level == attends_at else "DownBlock2D" for level in range(4)]
+    tiny = {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+    }
+    options = {
+        "block_out_channels": (128, 256, 256, 256),
+        "down_block_types": tuple(down),
+        "up_block_types": tuple(each.replace("Down", "Up") for each in reversed(down)),
+        "layers_per_block": 2,
+        "sample_size": 64,
+    }
+    return _diffusers("UNet2DModel", options, tiny)
+
+
 def _transformers(name: str, options: dict[str, Any], tiny: dict[str, Any]) -> Callable[[bool], nn.Module]:
     def make(is_tiny: bool) -> nn.Module:
         library = import_module("transformers")
@@ -185,23 +204,17 @@ MODELS = {
             "diffusers",
             "32x3x64x64",
             "2x3x16x16",
-            _diffusers(
-                "UNet2DModel",
-                {
-                    "block_out_channels": (128, 256, 256, 256),
-                    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-                    "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-                    "layers_per_block": 2,
-                    "sample_size": 64,
-                },
-                {
-                    "block_out_channels": (32, 64),
-                    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-                    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-                    "layers_per_block": 1,
-                },
-            ),
+            _ddpm_unet(attends_at=1),
             _TRAINED,
+            lambda shape, tiny: (torch.randn(shape), _steps(shape)),
+        ),
+        Model(  # as in the paper, which has attention at 16 x 16 pixels
+            "ddpm_unet_16",
+            "diffusers",
+            "32x3x64x64",
+            "2x3x16x16",
+            _ddpm_unet(attends_at=2),
+            (("autocast", "channels_last"),),
             lambda shape, tiny: (torch.randn(shape), _steps(shape)),
         ),
         Model(
