@@ -127,8 +127,8 @@ def narrow_weight_gradient(
     )
     blocks = blocks_of(columns, block_n), blocks_of(channels, block_o)
     programs = multiprocessor_count(input.device) * _PROGRAMS_PER_MULTIPROCESSOR
-    tiles_of_share = max(1, blocks_of(tiles, max(1, programs // (blocks[0] * blocks[1]))))
-    shares = max(1, blocks_of(tiles, tiles_of_share))  # of no samples, too
+    tiles_of_share = max(1, blocks_of(tiles, max(1, programs // (blocks[0] * blocks[1]))))  # of no samples, too
+    shares = blocks_of(tiles, tiles_of_share)
     partials = torch.empty(shares, target.numel(), dtype=torch.float32, device=input.device)
     launch(
         narrow_weight_gradient_kernel,
