@@ -302,8 +302,11 @@ class _Capture:
         self.left: list[LeftStep] = []
 
     def call(self, *inputs: Any, **options: Any) -> Any:
-        """The model's call."""
-        return in_parts(self)(type(self._model).forward, self._model, *inputs, **options)
+        """The model's call. Behind a graph break Dynamo counts it as one more of the model's own code, and runs that as
+        it is beyond a limit."""
+        limits = ("recompile_limit", "accumulated_recompile_limit")
+        with torch._dynamo.config.patch({name: 2**31 for name in limits}):
+            return in_parts(self)(type(self._model).forward, self._model, *inputs, **options)
 
     def take(self, graph: GraphModule) -> Callable:
         """What is to be called in the graph's place."""

@@ -239,6 +239,25 @@ def test_a_compiled_model_runs_as_before():
     assert len(told) == 1 and inductor.calls.watcher is None
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_behind_a_graph_break():
+    """However often: what is left of the model's forward there has one code for all calls."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = model()
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return self.layer(x).relu()
+
+    broken, input = Broken(), torch.randn(8, 16)
+    with torch.no_grad():
+        told = [len(ops.explain(broken, input).calls) for _ in range(10)]
+    assert told == [1] * 10
+
+
 def test_what_is_left():
     explanation = ops.explain(Mixed(), torch.randn(8, 16))
     chains = ["group_norm(4, 1e-05) -> mul -> add -> relu", "linear -> add -> add tensor"]
