@@ -99,9 +99,10 @@ def test_where_one_fails():
     def fail():
         raise RuntimeError("no such instruction")
 
-    held = threading.Event()
-    slow, kernel = [Kernel(lambda: held.wait(timeout=60)) for _ in range(40)], Kernel(fail)
+    held, started = threading.Event(), threading.Semaphore(0)
+    slow, kernel = [Kernel(lambda: started.release() or held.wait(timeout=60)) for _ in range(40)], Kernel(fail)
     failed, *begun = begin(kernel, 32), *[begin(each, 32) for each in slow]
+    assert all(started.acquire(timeout=60) for _ in range(compiling._MOST_THREADS))
     with pytest.raises(RuntimeError, match="no such instruction"):
         compiling.finished([failed, *begun])
     held.set()
