@@ -313,8 +313,10 @@ class _Capture:
         rewriting.rewrite(graph, compiles=self._compiles)
         for each in rewriting.graphs(graph):
             self.left += self._left_in(each)
-        inputs = [example(node) for node in graph.graph.find_nodes(op="placeholder")]
-        function = backend.compiled(graph, inputs, {}) if self._compiles else graph
+        function: Callable = graph
+        if self._compiles:
+            inputs = [example(node) for node in graph.graph.find_nodes(op="placeholder")]
+            function = backend.compiled(graph, inputs, options={})
 
         def run(*arguments: Any) -> Any:
             with self._watch:

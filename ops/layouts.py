@@ -339,8 +339,8 @@ class _Pass:
         key = node, True
         if key not in self._copies:
             with self._graph.inserting_before(user):
-                is_view = value.shape[1] == 1 and value.is_contiguous()
-                if is_view and all(type(stride) is int for stride in value.stride()):  # Inductor saves no others
+                are_known = all(type(stride) is int for stride in value.stride())  # Inductor saves no other views
+                if value.shape[1] == 1 and value.is_contiguous() and are_known:
                     last = [value.shape[0], *value.shape[2:], 1]
                     viewed = self._call(user, aten.view.default, node, last)
                     axes = [0, value.ndim - 1, *range(1, value.ndim - 1)]

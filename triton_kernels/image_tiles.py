@@ -387,6 +387,7 @@ def launch_parts(
     unit = size_unit(S)
     is_long = max(C, S) >= 2**30
     bytes = parts.block_c * parts.block_s * sum([image.element_size() for image in images])
+    stages = min(config.num_stages, parts.tiles, _MOST_BYTES_LOADED // bytes) if is_pipelined and not is_long else 1
     launch(
         kernel,
         (B * parts.units * parts.of_unit,),
@@ -400,9 +401,7 @@ def launch_parts(
         LANES=parts.lanes,
         SOLE=parts.of_unit == 1,
         FULL=parts.is_full,
-        STAGES=max(1, min(config.num_stages, parts.tiles, _MOST_BYTES_LOADED // bytes))
-        if is_pipelined and not is_long
-        else 1,
+        STAGES=max(1, stages),
         PIXEL_UNIT=unit,
         INDEX=tl.int64 if is_long else tl.int32,
         BLOCK_C=parts.block_c,
