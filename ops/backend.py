@@ -8,7 +8,17 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from ops import copies, float32_products, inductor, layouts, narrow_convolutions, precision, residuals, rewriting
+from ops import (
+    copies,
+    float32_products,
+    grouped_products,
+    inductor,
+    layouts,
+    narrow_convolutions,
+    precision,
+    residuals,
+    rewriting,
+)
 from triton_kernels.device import INTERPRETED
 
 _log = logging.getLogger(__name__)
@@ -64,7 +74,11 @@ def compiled(module: GraphModule, example_inputs: Sequence[Any], options: dict[s
 _PASSES: dict[str, Sequence[Callable[[Graph], None]]] = {
     "joint_custom_pre_pass": [layouts.complete, residuals.read_terms, layouts.lay_out, narrow_convolutions.take_over],
     "joint_custom_post_pass": [layouts.hold_apart],
-    "post_grad_custom_post_pass": [*([float32_products.take_over] if float32_products.IS_ON else []), copies.join],
+    "post_grad_custom_post_pass": [
+        *([float32_products.take_over] if float32_products.IS_ON else []),
+        grouped_products.join,
+        copies.join,
+    ],
 }
 
 

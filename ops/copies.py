@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ops import plans, precision
 from ops.convolution import CHANNELS_LAST
-from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, operator_name
+from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, is_written, operator_name, readers
 from ops.operators import define, layouts_of
 from ops.plan import Plan
 from triton_kernels.copies import MOST_COPIES, copy_all, matrices
@@ -117,8 +117,8 @@ class _Copy:
         """Whether a library reads the copy of one of the graph's inputs, which nothing writes to."""
         return (
             self.source.op == "placeholder"
-            and not any(_may_write(user) for user, _ in _readers(self.source))
-            and any(_takes(user, value) for user, value in _readers(self.node))
+            and not is_written(self.source)
+            and any(_takes(user, value) for user, value in readers(self.node))
         )
 
     @property
@@ -196,15 +196,6 @@ def _behind_views(node: Node) -> tuple[Node, list[Node]]:
     return node, views
 
 
-def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """What reads a value or a view of it, and that."""
-    for user in node.users:
-        if operator_name(user) in VIEWS:
-            yield from _readers(user)
-        else:
-            yield user, node
-
-
 def _is_product(node: Node) -> bool:
     return node.target in _PRODUCTS or getattr(node.target, "namespace", "") == "normfuse"
 
@@ -218,12 +209,6 @@ def _takes(node: Node, value: Node) -> bool:
     known = (node.args[1] if is_bias else value).meta.get("val")  # which another's pass may have left out
     format = CHANNELS_LAST.get(getattr(known, "ndim", 0))
     return format is None or known.is_contiguous(memory_format=format)
-
-
-def _may_write(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    return node.op != "output"
 
 
 def _buckets(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:

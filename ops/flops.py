@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ops.calls import Call, parse
+from ops.grouped_products import GROUPED
 from ops.matrix_products import PRODUCT, operands_of_one_matrix
 from ops.narrow_convolutions import WEIGHT_GRADIENT
 from ops.operators import BACKWARD, FORWARD, read_specs, spread
@@ -58,3 +59,8 @@ def _of_product(*arguments: Any, out_val: Any = None) -> int:
 @register_flop_formula(WEIGHT_GRADIENT.overloadpacket, get_raw=True)
 def _of_weight_gradient(words: str, gradient: Tensor, input: Tensor, *, out_val: Any = None) -> int:
     return 2 * gradient.numel() // gradient.shape[1] * out_val.numel()
+
+
+@register_flop_formula(GROUPED.overloadpacket, get_raw=True)
+def _of_grouped_products(is_second: bool, matrix: Tensor, *_: Any, out_val: Any = None) -> int:
+    return sum(2 * result.numel() * matrix.shape[not is_second] for result in out_val)

@@ -9,6 +9,7 @@ parameters' gradients among them, operators that are not PyTorch's, views that d
 import contextlib
 import itertools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -112,6 +113,25 @@ def _sort(graph: Graph) -> None:
 
 def operator_name(node: Node) -> str:
     return node.target.name().partition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """What reads a value or a view of it, and that."""
+    for user in node.users:
+        if operator_name(user) in VIEWS:
+            yield from readers(user)
+        else:
+            yield user, node
+
+
+def is_written(node: Node) -> bool:
+    """Whether a node of the graph writes to the memory of this one's value."""
+    while operator_name(node) in VIEWS:
+        node = node.args[0]
+    return any(
+        user.target._schema.is_mutable if isinstance(user.target, torch._ops.OpOverload) else user.op != "output"
+        for user, _ in readers(node)
+    )
 
 
 def _is_pointwise(node: Node) -> bool:

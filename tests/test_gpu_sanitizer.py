@@ -41,6 +41,7 @@ from tests.chains import (
 )
 from tests.gpu import DEVICE, arguments_of
 from triton_kernels.copies import copy_all
+from triton_kernels.grouped_products import multiply_all
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
 from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
@@ -235,6 +236,22 @@ def test_copies(dtype, target_dtype):
         targets.append(torch.empty(shape, dtype=target_dtype, device=DEVICE, memory_format=target_format))
     copy_all(sources, targets)
     assert all(torch.equal(target, source.to(target_dtype)) for source, target in zip(sources, targets, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=chain_id)
+def test_grouped_products(dtype):
+    """In both tiles and all layouts, of no whole tile, and of sizes that are multiples of nothing."""
+    for rows, depth, widths in (3, 48, (16, 80)), (70, 16, (32, 48)), (3, 7, (5, 1, 33)), (17, 65, (65, 3)):
+        for turned in itertools.product((False, True), repeat=2):
+            matrix, given = torch.randn(rows, depth, device=DEVICE).to(dtype), []
+            for is_turned, height in zip(turned, (depth, rows), strict=True):
+                shapes = [(width, height) if is_turned else (height, width) for width in widths]
+                given.append([torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes])
+                given[-1] = [each.T for each in given[-1]] if is_turned else given[-1]
+            biases = [each[0].clone() for each in given[0]]
+            multiply_all(matrix, given[0], biases, given[1])
+            multiply_all(matrix.T.contiguous().T, given[0], [], given[1])
+            assert all(each.isfinite().all() for each in given[1])
 
 
 @by_format

@@ -22,6 +22,7 @@ from triton_kernels.chains import (
 )
 from triton_kernels.convolution_tiling import StrideOneConvolution
 from triton_kernels.copies import MOST_COPIES, copy_all
+from triton_kernels.grouped_products import multiply_all
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
@@ -135,6 +136,32 @@ def test_copies(arch):
     assert_fit_without_spills(kernels.values())
     for kernel in kernels.values():
         assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx
+
+
+@by_architecture
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows, depth", [(2, 1280), (512, 32)], ids=["few rows", "rows"])
+def test_grouped_products(rows, depth, dtype, arch):
+    """One kernel for any number of products, which threads load several elements for at once: forward, and of weights'
+    gradients."""
+
+    def matrices(count, rows, columns):
+        return [torch.empty(rows, columns + 16 * place, dtype=dtype, device=META) for place in range(count)]
+
+    def launch():
+        for count in 3, 60:
+            others, results = matrices(count, depth, 320), matrices(count, rows, 320)
+            turned = [torch.empty(*reversed(each.shape), dtype=dtype, device=META).T for each in others]
+            biases = [each[0] for each in results]
+            multiply_all(torch.empty(rows, depth, dtype=dtype, device=META), turned, biases, results)
+            results = [torch.empty(*reversed(each.shape), dtype=dtype, device=META).T for each in results]
+            multiply_all(torch.empty(depth, rows, dtype=dtype, device=META).T, others, [], results)
+
+    kernels = {kernel.ptx: kernel for kernel in compile_launches(launch, arch)}
+    assert len(kernels) == 2
+    assert_fit_without_spills(kernels.values())
+    for kernel in kernels.values():
+        assert "cp.async.cg.shared.global" in kernel.ptx or "cp.async.bulk" in kernel.ptx
 
 
 #: Bytes a thread that the convolution's epilogue may spill. With tiles of 256 pixels it has 112 registers; that some

@@ -3,52 +3,24 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
-from torch._inductor.decomposition import select_decomp_table
 
-from ops import copies, layouts
+from ops import copies
+from tests.ops.behind_autograd import Changed
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 COPIES = torch.ops.normfuse.copies.default
 
 
-class Joined:
-    """A function as the backend compiles it but for Inductor, and its graphs behind autograd."""
-
-    def __init__(self, function, **options):
-        self.graphs = []
-        backend = aot_autograd(
-            fw_compiler=self._compile, decompositions=select_decomp_table(), partition_fn=self._partition
-        )
-        self._compiled = torch.compile(function, backend=backend, **options)
-
-    def __call__(self, *arguments):
-        return self._compiled(*arguments)
-
-    @staticmethod
-    def _partition(module, inputs, **options):
-        layouts.lay_out(module.graph)
-        return min_cut_rematerialization_partition(module, inputs, **options)
-
-    def _compile(self, module, inputs):
-        copies.join(module.graph)
-        module.graph.lint()
-        module.recompile()
-        self.graphs.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    def calls(self):
-        """By graph, the dtype and formats of each call."""
-        return [[node.args[1:] for node in graph.nodes if node.target is COPIES] for graph in self.graphs]
+def calls(joined):
+    """By graph, the dtype and formats of each call."""
+    return [[node.args[1:] for node in nodes] for nodes in joined.calls(COPIES)]
 
 
 def check(model, *inputs, enabled=True, backward=True):
     """The joined model, whose result, gradients and strides are those of the model."""
-    joined, found = Joined(model), []
+    joined, found = Changed(model, copies.join), []
     for function in (model, joined):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -86,7 +58,7 @@ class Images(nn.Module):
 def test_linear_layers():
     """Under autocast all weights and biases, and the input; of gradients the weights', as sums are cast for nothing."""
     joined = check(mlp(), torch.randn(3, 8))
-    ((dtype, formats),), ((back, of_gradients),) = joined.calls()
+    ((dtype, formats),), ((back, of_gradients),) = calls(joined)
     assert (dtype, back) == ("bfloat16", "float32")
     assert formats == 11 * "=" and set(of_gradients) == {"="}
     assert len(of_gradients) >= 5
@@ -97,46 +69,46 @@ def test_convolutions(format, expected):
     """The image, weights and biases. All stay Inductor's where it would lay out the copies again."""
     model = Images().to(memory_format=format)
     joined = check(model, torch.randn(2, 4, 8, 8).to(memory_format=format))
-    of_weights, of_gradients = joined.calls()
+    of_weights, of_gradients = calls(joined)
     assert [formats for _, formats in of_weights] == expected
     assert of_gradients == [("float32", 10 * "=")]
 
 
 def test_few_are_left():
-    assert check(mlp(layers=1), torch.randn(3, 8)).calls() == [[], []]
+    assert calls(check(mlp(layers=1), torch.randn(3, 8))) == [[], []]
 
 
 def test_without_autocast():
-    assert check(mlp(), torch.randn(3, 8), enabled=False).calls() == [[], []]
+    assert calls(check(mlp(), torch.randn(3, 8), enabled=False)) == [[], []]
 
 
 def test_inference():
     with torch.no_grad():
         joined = check(mlp(), torch.randn(3, 8), backward=False)
-    assert [len(calls) for calls in joined.calls()] == [1]
+    assert [len(found) for found in calls(joined)] == [1]
 
 
 def test_open_sizes():
     """Weights are of known sizes; an input of an open one is left."""
     model = mlp()
-    joined = Joined(model, dynamic=True)
+    joined = Changed(model, copies.join, dynamic=True)
     for rows in (3, 5):
         input = torch.randn(rows, 8)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(joined(input), model(input))
-    (((_, formats),), *_) = joined.calls()
+    (((_, formats),), *_) = calls(joined)
     assert len(formats) == 10
 
 
 def test_more_than_one_launch_takes(monkeypatch):
     monkeypatch.setattr(copies, "MOST_COPIES", 5)
-    (calls, _) = check(mlp(bias=False, layers=12), torch.randn(3, 8)).calls()
-    assert [len(formats) for _, formats in calls] == [5, 5]  # three are left
+    (found, _) = calls(check(mlp(bias=False, layers=12), torch.randn(3, 8)))
+    assert [len(formats) for _, formats in found] == [5, 5]  # three are left
     monkeypatch.setattr(copies, "MOST_COPIES", 64)
     monkeypatch.setattr(copies, "_MOST_ELEMENTS", 64 * 6)
     torch._dynamo.reset()
-    (calls, _) = check(mlp(bias=False, layers=12), torch.randn(3, 8)).calls()
-    assert [len(formats) for _, formats in calls] == [6, 6]
+    (found, _) = calls(check(mlp(bias=False, layers=12), torch.randn(3, 8)))
+    assert [len(formats) for _, formats in found] == [6, 6]
 
 
 def test_what_inductor_multiplies_is_left():
@@ -144,7 +116,7 @@ def test_what_inductor_multiplies_is_left():
     for option in ("max_autotune", "max_autotune_gemm"):
         torch._dynamo.reset()
         with config.patch(option, True):
-            assert check(mlp(), torch.randn(3, 8)).calls() == [[], []]
+            assert calls(check(mlp(), torch.randn(3, 8))) == [[], []]
 
 
 def test_the_operator():

@@ -6,27 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import copies, layouts
+from ops import copies
 from ops.layouts import CAST
+from tests.ops.behind_autograd import called, graph_of, run
 
 COPIES = torch.ops.normfuse.copies.default
 aten = torch.ops.aten
 CLONE, MM, NEG, VIEW = aten.clone.default, aten.mm.default, aten.neg.default, aten.view.default
-
-
-def graph_of(*values):
-    """A graph, with a placeholder for each of these values."""
-    mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
-    places = [graph.placeholder(f"p{number}") for number in range(len(values))]
-    for place, value in zip(places, values, strict=True):
-        place.meta["val"] = mode.from_tensor(value)
-    return graph, places
-
-
-def called(graph, target, *arguments, **options):
-    node = graph.call_function(target, arguments, options)
-    node.meta["val"] = layouts.computed(node)
-    return node
 
 
 def joined(graph):
@@ -40,10 +26,6 @@ def assert_nothing_joins(graph):
     before = str(graph)
     copies.join(graph)
     assert str(graph) == before
-
-
-def run(graph, *values):
-    return torch.fx.GraphModule({}, graph)(*values)
 
 
 def convolutions(dims, dtype):

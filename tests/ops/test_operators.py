@@ -115,6 +115,7 @@ def test_operators():
         "backward.one",
         "chain",
         "copies",
+        "grouped_products",
         "interpolate",
         "max_pool",
         "max_pool_backward",

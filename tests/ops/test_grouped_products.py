@@ -1,0 +1,395 @@
+"""Promise: in a graph behind autograd, small products of one matrix are one call, and nothing but speed shows it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor import config
+from torch.utils.flop_counter import FlopCounterMode
+
+from ops import grouped_products
+from ops.grouped_products import GROUPED, join
+from ops.layouts import CAST
+from tests.ops.behind_autograd import Changed, called, graph_of, run
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+aten = torch.ops.aten
+MM, ADDMM, T, VIEW = aten.mm.default, aten.addmm.default, aten.permute.default, aten.view.default
+
+
+class Embedded(nn.Module):
+    """Layers of which each adds what another layer makes of one embedding, as the blocks of a UNet do."""
+
+    def __init__(self, layers=5, bias=True, widths=(32, 48)):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [widths[place % len(widths)] for place in range(layers)]
+        self.embeddings = nn.ModuleList([nn.Linear(64, size, bias=bias) for size in sizes])
+        self.layers = nn.ModuleList([nn.Linear(size, size) for size in sizes])
+
+    def forward(self, x, embedding):
+        for embed, layer in zip(self.embeddings, self.layers, strict=True):
+            x = torch.tanh(layer(F.pad(x, (0, layer.in_features - x.shape[1]))) + embed(F.silu(embedding)))
+        return x
+
+
+def check(model, *inputs, enabled=True, backward=True):
+    """The changed model, whose result, gradients and strides are those of the model."""
+    changed, found = Changed(model, join), []
+    for function in (model, changed):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            result = function(*inputs)
+        if backward:
+            result.float().square().sum().backward()
+        gradients = [each.grad for each in model.parameters()]
+        found.append([result.detach(), *(None if each is None else each.clone() for each in gradients)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=3e-2, atol=3e-2, check_stride=True)
+    return changed
+
+
+def calls(changed):
+    """By graph, of each call whether the matrix comes second, and how many products it makes."""
+    return [[(node.args[0], len(node.args[2])) for node in nodes] for nodes in changed.calls(GROUPED)]
+
+
+def inputs(rows=3, width=32):
+    return torch.randn(rows, width), torch.randn(rows, 64)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_one_embedding(bias):
+    """Forward, and of the weights' gradients."""
+    assert calls(check(Embedded(bias=bias), *inputs())) == [[(False, 5)], [(True, 5)]]
+
+
+def test_inference():
+    """Each has its activation anew there, and one is left."""
+    model = Embedded().bfloat16()
+    with torch.no_grad():
+        changed = check(model, *(each.bfloat16() for each in inputs()), enabled=False, backward=False)
+    assert calls(changed) == [[(False, 5)]]
+    (graph,) = changed.graphs
+    assert [node.target for node in graph.nodes].count(aten.exp.default) == 1
+
+
+def test_what_differs_is_not_one_matrix():
+    class Model(Embedded):
+        def forward(self, x, embedding):
+            return sum(layer(embedding * place).sum() for place, layer in enumerate(self.embeddings))
+
+    model = Model(widths=(32,)).bfloat16()
+    with torch.no_grad():
+        changed = check(model, *(each.bfloat16() for each in inputs()), enabled=False, backward=False)
+    assert calls(changed) == [[]]
+
+
+def test_noise_is_drawn_as_often():
+    class Model(Embedded):
+        def forward(self, x, embedding):
+            return torch.stack([layer(torch.rand_like(embedding)) for layer in self.embeddings])
+
+    model = Model(widths=(32,)).bfloat16()
+    changed = Changed(model, join)
+    with torch.no_grad():
+        first, *others = changed(*(each.bfloat16() for each in inputs()))
+    assert calls(changed) == [[]]
+    assert not any(torch.equal(first, each) for each in others)
+
+
+@pytest.mark.parametrize("layers, expected", [(3, []), (4, [4]), (7, [7])])
+def test_few_are_left(layers, expected):
+    assert calls(check(Embedded(layers), *inputs())) == [
+        [(False, each) for each in expected],
+        [(True, each) for each in expected],
+    ]
+
+
+def test_more_than_one_call_takes(monkeypatch):
+    monkeypatch.setattr(grouped_products, "MOST_PRODUCTS", 4)
+    assert calls(check(Embedded(11), *inputs())) == [[(False, 4)] * 2, [(True, 4)] * 2]  # three are left
+    monkeypatch.setattr(grouped_products, "MOST_PRODUCTS", 64)
+    monkeypatch.setattr(grouped_products, "_MOST_ELEMENTS", 16 * 32 * 5)  # of results, and of their gradients
+    torch._dynamo.reset()
+    assert calls(check(Embedded(11, widths=(32,)), *inputs(16))) == [[(False, 5)] * 2, [(True, 5)] * 2]
+
+
+@pytest.mark.parametrize("name, value", [("_MOST_MULTIPLICATIONS", 3 * 64 * 40), ("_LARGEST", 64 * 40)])
+def test_large_ones_are_left(monkeypatch, name, value):
+    """The other matrix of a weight's gradient is a result's, which is small."""
+    monkeypatch.setattr(grouped_products, name, value)
+    backward = [(True, 4)] if name == "_MOST_MULTIPLICATIONS" else [(True, 8)]
+    assert calls(check(Embedded(8), *inputs())) == [[(False, 4)], backward]
+
+
+def test_without_autocast():
+    """float32 is another pass's."""
+    assert calls(check(Embedded(), *inputs(), enabled=False)) == [[], []]
+
+
+def test_what_inductor_multiplies_is_left():
+    for option in ("max_autotune", "max_autotune_gemm"):
+        torch._dynamo.reset()
+        with config.patch(option, True):
+            assert calls(check(Embedded(), *inputs())) == [[], []]
+
+
+def test_open_sizes():
+    """A product of an open number of rows is left."""
+    model = Embedded()
+    changed = Changed(model, join, dynamic=True)
+    for rows in (3, 5):
+        given = inputs(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(changed(*given), model(*given), rtol=3e-2, atol=3e-2)
+    assert calls(changed)[0] == []
+
+
+def test_other_gpus(monkeypatch):
+    """Where it was not measured."""
+    monkeypatch.setattr(grouped_products, "architecture", lambda device: 80)
+    assert calls(check(Embedded(), *inputs())) == [[], []]
+
+
+# Node by node
+
+
+def products(count=4, rows=3, depth=32, width=16, dtype=torch.bfloat16, bias=False, is_second=False, turned=True):
+    """A graph of products of one matrix, which it returns; its nodes; and values for it."""
+    torch.manual_seed(0)
+    matrix = torch.randn(rows, depth).to(dtype)
+    shape = (rows, width) if is_second else (width, depth) if turned else (depth, width)
+    others = [torch.randn(shape).to(dtype) for _ in range(count)]
+    biases = [torch.randn(width).to(dtype) for _ in range(count if bias else 0)]
+    graph, places = graph_of(matrix, *others, *biases)
+    results = []
+    for place, other in enumerate(places[1 : count + 1]):
+        other = called(graph, T, other, [1, 0]) if is_second or turned else other
+        operands = (other, places[0]) if is_second else (places[0], other)
+        given = [places[1 + count + place]] if bias else []
+        results.append(called(graph, ADDMM if bias else MM, *given, *operands))
+    graph.output(tuple(results))
+    return graph, results, [matrix, *others, *biases]
+
+
+def joined(graph):
+    """The calls that a graph has then."""
+    join(graph)
+    graph.lint()
+    return [node for node in graph.nodes if node.target is GROUPED]
+
+
+def assert_computes(graph, values, expected):
+    for one, other in zip(run(graph, *values), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2, check_stride=True)
+
+
+def assert_nothing_joins(graph):
+    before = str(graph)
+    join(graph)
+    assert str(graph) == before
+
+
+OURS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "float16": {"dtype": torch.float16},
+    "row by row": {"turned": False},
+    "row by row, of any depth": {"turned": False, "rows": 5, "depth": 48},
+    "second": {"is_second": True},
+    "one row": {"rows": 1},
+    "no rows": {"rows": 0},
+    "many": {"count": 70, "rows": 2},
+}
+OTHERS = {
+    "float32": {"dtype": torch.float32},
+    "odd width": {"width": 24},
+    "odd depth": {"depth": 24},
+    "second, odd width": {"is_second": True, "width": 24},
+    "second, odd rows of results": {"is_second": True, "depth": 24},
+}
+
+
+@pytest.mark.parametrize("options", OURS.values(), ids=OURS)
+def test_ours(options):
+    graph, results, values = products(**options)
+    expected, count = run(graph, *values), len(results)
+    nodes = joined(graph)
+    assert [len(node.args[2]) for node in nodes] == [64, 6] if count > 64 else [count]
+    assert_computes(graph, values, expected)
+    for node in nodes:
+        given = torch.fx.node.map_arg((node.args, {}), lambda each: each.meta["val"])
+        assert str(node.meta["eager_input_vals"]) == str(given)
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_others(options):
+    assert_nothing_joins(products(**options)[0])
+
+
+def test_both_layouts_are_two_groups():
+    graph, (matrix, *others) = graph_of(*[torch.randn(32, 32).bfloat16()] * 9)
+    turned = [called(graph, T, each, [1, 0]) if place < 4 else each for place, each in enumerate(others)]
+    graph.output(tuple(called(graph, MM, matrix, each) for each in turned))
+    assert [len(node.args[2]) for node in joined(graph)] == [4, 4]
+
+
+def test_with_and_without_a_bias_are_two_groups():
+    graph, (matrix, bias, *others) = graph_of(torch.randn(32, 32), torch.randn(32), *[torch.randn(32, 32)] * 8)
+    for each in (matrix, bias, *others):
+        each.meta["val"] = each.meta["val"].bfloat16()
+    results = [called(graph, MM, matrix, each) for each in others[:4]]
+    results += [called(graph, ADDMM, bias, matrix, each) for each in others[4:]]
+    graph.output(tuple(results))
+    assert [len(node.args[3]) for node in joined(graph)] == [0, 4]
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (1, 16), (1,)], ids=str)
+def test_a_bias_of_another_shape(shape):
+    graph, (matrix, bias, *others) = graph_of(
+        *(torch.ones(each).bfloat16() for each in [(3, 32), shape, *[(32, 16)] * 4])
+    )
+    graph.output(tuple(called(graph, ADDMM, bias, matrix, each) for each in others))
+    assert_nothing_joins(graph)
+
+
+def test_addmm_with_factors():
+    shapes = [(3, 32), 16, *[(32, 16)] * 4]
+    graph, (matrix, bias, *others) = graph_of(*(torch.ones(each).bfloat16() for each in shapes))
+    graph.output(tuple(called(graph, ADDMM, bias, matrix, each, alpha=2) for each in others))
+    assert_nothing_joins(graph)
+
+
+def test_parts_of_memory():
+    """A matrix with gaps between its rows, others that do, and addresses that are not aligned."""
+    wide = torch.randn(32, 64).bfloat16()
+    for matrix, other in [
+        (wide[:, :32], wide[:, :32].clone()),
+        (wide[:, :32].clone(), wide[:, :32]),
+        (wide.view(-1)[8 : 8 + 1024 - 32].view(31, 32)[:, :32], wide[:, :32].clone()),
+        (wide.view(-1)[1 : 1 + 1024].view(32, 32), wide[:, :32].clone()),
+    ]:
+        graph, (first, *others) = graph_of(matrix, *[other] * 4)
+        graph.output(tuple(called(graph, MM, first, each) for each in others))
+        is_aligned = matrix.is_contiguous() and other.is_contiguous() and matrix.storage_offset() % 8 == 0
+        assert bool(joined(graph)) == is_aligned
+
+
+def test_what_stands_between_moves():
+    """Casts and views of weights stand before the call, which stands where the first product did; so do none of what
+    is computed."""
+    weights = [torch.randn(16, 32) for _ in range(6)]
+    graph, (matrix, *places) = graph_of(torch.randn(3, 32).bfloat16(), *weights)
+    results, late = [], None
+    for place, weight in enumerate(places):
+        if place == 4:
+            weight = called(graph, aten.mul.Tensor, weight, 2)
+        cast = called(graph, CAST, weight, torch.bfloat16)
+        viewed = called(graph, VIEW, cast, [16, 32])
+        results.append(called(graph, MM, matrix, called(graph, T, viewed, [1, 0])))
+        late = called(graph, aten.neg.default, results[-1])
+    graph.output((*results[:-1], late))
+    values = [torch.randn(3, 32).bfloat16(), *weights]
+    expected = run(graph, *values)
+    (call,) = joined(graph)
+    assert len(call.args[2]) == 5
+    (left,) = graph.find_nodes(op="call_function", target=MM)
+    assert call < left
+    assert_computes(graph, values, expected)
+
+
+def test_gradients_stand_where_the_last_did():
+    """Each may be viewed and cast on its way out of the graph; another reader keeps it where it is."""
+    values = [torch.randn(4, 32).bfloat16(), *(torch.randn(4, 16).bfloat16() for _ in range(6))]
+    graph, (matrix, *places) = graph_of(*values)
+    results = []
+    for place, each in enumerate(places):
+        each = called(graph, aten.neg.default, each)
+        result = called(graph, MM, called(graph, T, each, [1, 0]), matrix)
+        result = called(graph, aten.relu.default, result) if place == 2 else called(graph, VIEW, result, [512])
+        results.append(called(graph, CAST, result, torch.float32))
+    graph.output(tuple(results))
+    expected = run(graph, *values)
+    (call,) = joined(graph)
+    assert call.args[0] and len(call.args[2]) == 5
+    assert all(node < call for node in graph.find_nodes(op="call_function", target=aten.neg.default))
+    assert_computes(graph, values, expected)
+
+
+@pytest.mark.parametrize("which", ["weight", "view of the weight", "matrix"])
+def test_what_is_written_stays(which):
+    """A node that writes to a weight between the products, or to what the matrices are of."""
+    graph, (matrix, *weights) = graph_of(*[torch.randn(32, 32).bfloat16()] * 6)
+    results = []
+    for place, weight in enumerate(weights):
+        taken = called(graph, aten.relu.default, matrix)
+        results.append(called(graph, MM, taken, called(graph, T, weight, [1, 0])))
+        if place == 1:
+            written = {"weight": weights[4], "matrix": matrix}.get(which) or called(graph, VIEW, weights[4], [1024])
+            called(graph, aten.mul_.Tensor, written, 2)
+    graph.output(tuple(results))
+    counts = [len(node.args[2]) for node in joined(graph)]
+    assert counts == ([] if which == "matrix" else [4])
+
+
+def test_a_product_of_a_product():
+    """A group's results may be another group's matrix, and its weights."""
+    values = [torch.randn(32, 32).bfloat16() / 6 for _ in range(13)]
+    graph, (matrix, *weights) = graph_of(*values)
+    first = [called(graph, MM, matrix, each) for each in weights[:4]]
+    second = [called(graph, MM, first[0], each) for each in weights[4:8]]
+    third = [called(graph, MM, first[1], each) for each in (*first[2:], *second[:2])]
+    graph.output((*first, *second, *third))
+    expected = run(graph, *values)
+    assert [len(node.args[2]) for node in joined(graph)] == [4, 4, 4]
+    assert_computes(graph, values, expected)
+
+
+def test_nodes_without_values_are_left():
+    graph, results, _ = products()
+    del results[0].meta["val"]
+    assert_nothing_joins(graph)
+
+
+# The operator
+
+
+def operands(is_second, bias=False):
+    others = [
+        torch.randn(3, 32).bfloat16().T if is_second else torch.randn(width, 32).bfloat16().T for width in (16, 48)
+    ]
+    biases = [torch.randn(width).bfloat16() for width in (16, 48)] if bias else []
+    return is_second, torch.randn(3, 32).bfloat16(), others, biases
+
+
+@pytest.mark.parametrize("is_second, bias", [(False, False), (False, True), (True, False)])
+def test_the_operator(is_second, bias):
+    given = operands(is_second, bias)
+    torch.library.opcheck(GROUPED, given)
+    _, matrix, others, biases = given
+    for place, (other, result) in enumerate(zip(others, GROUPED(*given), strict=True)):
+        expected = other.double() @ matrix.double() if is_second else matrix.double() @ other.double()
+        expected += biases[place].double() if bias else 0
+        torch.testing.assert_close(result.double(), expected, rtol=2e-2, atol=2e-2)
+        assert result.is_contiguous()
+
+
+def test_tensors_that_do_lie_otherwise():
+    """Not all alike, and biases with gaps, as a compiler may lay them out."""
+    matrix, biases = torch.randn(3, 32).bfloat16(), [torch.randn(32).bfloat16()[::2] for _ in range(2)]
+    others = [torch.randn(32, 16).bfloat16(), torch.randn(16, 32).bfloat16().T]
+    for result, other, bias in zip(GROUPED(False, matrix, others, biases), others, biases, strict=True):
+        expected = matrix.double() @ other.double() + bias.double()
+        torch.testing.assert_close(result.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_flops():
+    for is_second in (False, True):
+        given = operands(is_second)
+        with FlopCounterMode(display=False) as counter:
+            GROUPED(*given)
+        assert counter.get_total_flops() == (2 * 2 * 32 * 3 * 32 if is_second else 2 * 3 * 32 * (16 + 48))
