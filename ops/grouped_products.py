@@ -29,12 +29,14 @@ aten = torch.ops.aten
 
 _log = logging.getLogger("ops.backend")
 
-#: Multiplications of a product, and elements of its other matrix: beyond, it takes longer than its launch.
-_MOST_MULTIPLICATIONS, _LARGEST = 2**28, 2**22
+#: Multiplications of a product: beyond, cuBLAS computes faster than the kernel.
+_MOST_MULTIPLICATIONS = 2**30
+#: Terms of its sums: beyond, cuBLAS divides them among multiprocessors.
+_MOST_TERMS = 2048
 #: Elements of what a call keeps longer than its products would, in 16 bits 16 MB.
 _MOST_ELEMENTS = 2**23
-#: Fewer take as long one by one.
-_FEWEST = 4
+#: Such as an attention's queries, keys and values. (Of two it was not measured.)
+_FEWEST = 3
 #: By which sizes are divisible along which memory lies, and addresses in bytes: as threads load several elements.
 _DIVISOR = 16
 
@@ -121,7 +123,7 @@ class _Product:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel takes it, and it takes no longer than its launch."""
+        """Whether the kernel takes it, and it is small."""
         values = [each.meta.get("val") for each in (*self._operands, *self.bias, self.node)]
         matrix, other, result = (each.meta.get("val") for each in (self.matrix, self.other, self.node))
         if not all(isinstance(each, Tensor) and _runs(each) and _is_aligned(each) for each in values):
@@ -134,7 +136,7 @@ class _Product:
             return False
         (rows, depth), columns = self._operands[0].meta["val"].shape, result.shape[1]
         along = [each.shape[not are_turned([each])] for each in (matrix, other, result)]
-        is_small = rows * depth * columns <= _MOST_MULTIPLICATIONS and other.numel() <= _LARGEST
+        is_small = rows * depth * columns <= _MOST_MULTIPLICATIONS and depth <= _MOST_TERMS
         return is_small and all(size and size % _DIVISOR == 0 for size in along)
 
     def between(self, at: Node) -> list[Node] | None:

@@ -140,7 +140,7 @@ def test_copies(arch):
 
 @by_architecture
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows, depth", [(2, 1280), (512, 32)], ids=["few rows", "rows"])
+@pytest.mark.parametrize("rows, depth", [(2, 1280), (154, 768), (512, 32)], ids=["few rows", "rows", "many rows"])
 def test_grouped_products(rows, depth, dtype, arch):
     """One kernel for any number of products, which threads load several elements for at once: forward, and of weights'
     gradients."""

@@ -5,6 +5,7 @@ layer of each block of a UNet, and of a text with the keys and values of all its
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,8 @@ from triton_kernels.launch import launch, wait_for_launch_before
 MOST_PRODUCTS = 64
 #: Products of a group, in which a program finds its own behind the group.
 _GROUP = 8
-#: The rows, columns and depth of a tile: for at most 16 rows, and for more.
-_TILE_OF_FEW, _TILE = (16, 32, 128), (64, 64, 64)
+#: By the most rows for which it is fastest, a tile's rows, columns and depth, stages and warps.
+_TILES = {16: (16, 32, 128, 4, 4), 256: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 3, 8)}
 #: By which all widths are divisible, so that threads load several elements at once.
 _DIVISOR = 16
 
@@ -113,7 +114,7 @@ def multiply_all(
         strides = [each.stride() for each in (*others, *targets)]
         raise ValueError(f"matrices must all lie row by row, or all column by column, not with strides {strides}")
     (M, K), most = matrix.shape, MOST_PRODUCTS
-    block_m, block_n, block_k = _TILE_OF_FEW if M <= _TILE_OF_FEW[0] else _TILE
+    block_m, block_n, block_k, stages, warps = next(tile for rows, tile in _TILES.items() if M <= rows)
     for first in range(0, len(others), most):
         part = slice(first, first + most)
         widths = [other.shape[1] for other in others[part]]
@@ -136,9 +137,9 @@ def multiply_all(
             TARGETS_ARE_TURNED=layouts[1],
             DIVISOR=1 if any(width % _DIVISOR for width in widths) else _DIVISOR,
             GROUP=_GROUP,
-            STAGES=4,
+            STAGES=stages,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            num_warps=4,
+            num_warps=warps,
         )
