@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ops import plans, precision
 from ops.convolution import CHANNELS_LAST
-from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, is_written, operator_name, readers
+from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, operator_name, readers, written
 from ops.operators import define, layouts_of
 from ops.plan import Plan
 from triton_kernels.copies import MOST_COPIES, copy_all, matrices
@@ -114,12 +114,8 @@ class _Copy:
 
     @property
     def is_of_weight(self) -> bool:
-        """Whether a library reads the copy of one of the graph's inputs, which nothing writes to."""
-        return (
-            self.source.op == "placeholder"
-            and not is_written(self.source)
-            and any(_takes(user, value) for user, value in readers(self.node))
-        )
+        """Whether a library reads the copy of one of the graph's inputs."""
+        return self.source.op == "placeholder" and any(_takes(user, value) for user, value in readers(self.node))
 
     @property
     def is_of_gradient(self) -> bool:
@@ -152,7 +148,8 @@ def join(graph: Graph) -> None:
     if config.max_autotune or config.max_autotune_gemm:
         return  # a product that Inductor writes itself casts its result
     copies = [copy for node in graph.nodes if _format(node) and (copy := _Copy.of(node))]
-    of_weights = [each for each in copies if each.is_of_weight]
+    changing = written(graph)
+    of_weights = [each for each in copies if each.is_of_weight and each.source not in changing]
     of_gradients = [each for each in copies if each.is_of_gradient]
     calls = [(bucket, bucket[0].node) for bucket in _buckets(of_weights)]
     calls += [(bucket, bucket[-1].node) for bucket in _buckets(of_gradients)]

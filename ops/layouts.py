@@ -124,14 +124,23 @@ def readers(node: Node) -> Iterator[tuple[Node, Node]]:
             yield user, node
 
 
-def is_written(node: Node) -> bool:
-    """Whether a node of the graph writes to the memory of this one's value."""
-    while operator_name(node) in VIEWS:
+def owner(node: Node) -> Node:
+    """What this one's value is a view of, or a part of what an operator returned; else the node itself."""
+    while operator_name(node) in VIEWS or node.target is operator.getitem:
         node = node.args[0]
-    return any(
-        user.target._schema.is_mutable if isinstance(user.target, torch._ops.OpOverload) else user.op != "output"
-        for user, _ in readers(node)
-    )
+    return node
+
+
+def written(graph: Graph) -> set[Node]:
+    """Whose memory nodes of the graph write to, or may: what is no operator is not looked into."""
+    writers = [node for node in graph.nodes if node.op not in ("placeholder", "output") and _may_write(node)]
+    return {owner(each) for node in writers for each in node.all_input_nodes}
+
+
+def _may_write(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return node.target is not operator.getitem
 
 
 def _is_pointwise(node: Node) -> bool:

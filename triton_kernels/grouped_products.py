@@ -1,7 +1,6 @@
 """Products of one matrix by many others, in one launch: a grouped GEMM whose first operand is one for all.
 
-One by one, most of a model's small products take longer to launch than to compute: those of a time embedding with a
-layer of each block of a UNet, and of a text with the keys and values of all its cross attention.
+One by one, small products take longer to launch than to compute.
 """
 
 import itertools
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.device import IN_INTERPRETER
-from triton_kernels.grid import blocks_of
+from triton_kernels.grid import blocks_of, grid_of, second_place
 from triton_kernels.launch import launch, wait_for_launch_before
 
 #: Products of a launch. As many are passed always, so that one kernel serves all, and addresses stay in 4 KB.
@@ -22,8 +21,8 @@ MOST_PRODUCTS = 64
 _GROUP = 8
 #: By the most rows for which it is fastest, a tile's rows, columns and depth, stages and warps.
 _TILES = {16: (16, 32, 128, 4, 4), 256: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 3, 8)}
-#: By which all widths are divisible, so that threads load several elements at once.
-_DIVISOR = 16
+#: By which all sizes along memory are best divisible, so that threads load several elements at once.
+DIVISOR = 16
 
 
 @triton.jit
@@ -60,7 +59,7 @@ def grouped_products_kernel(
                 target, first = tl.where(is_behind, targets[i], target), tl.where(is_behind, firsts[i], first)
                 width = tl.where(is_behind, widths[i], width)
     N = tl.multiple_of(tl.cast(width, tl.int32), DIVISOR)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = second_place() * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.cast(program - first, tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     if OTHERS_ARE_TURNED:
@@ -97,22 +96,24 @@ def multiply_all(
 ) -> None:
     """Each target [M, N] = matrix [M, K] @ its other [K, N] + its bias [N], added up in float32 and rounded once.
 
-    All are of one 16-bit dtype, and have fewer than 2^31 elements; N, and the programs' columns, are fewer than 2^24,
-    which floats hold exactly.
+    All are of one 16-bit dtype, and lie within 2^31 elements each; all N together are fewer than 2^24, which floats
+    hold exactly.
 
     Args:
         matrix: Of any strides.
         others: All row by row in memory, or all column by column.
-        biases: One each, or none at all.
+        biases: One each, contiguous, or none at all.
         targets: As the others.
 
     Raises:
-        ValueError: Others or targets lie otherwise.
+        ValueError: Others, biases or targets lie otherwise.
     """
     layouts = are_turned(others), are_turned(targets)
     if None in layouts:
         strides = [each.stride() for each in (*others, *targets)]
         raise ValueError(f"matrices must all lie row by row, or all column by column, not with strides {strides}")
+    if not all(each.is_contiguous() for each in biases):
+        raise ValueError(f"biases must be contiguous, not with strides {[each.stride() for each in biases]}")
     (M, K), most = matrix.shape, MOST_PRODUCTS
     block_m, block_n, block_k, stages, warps = next(tile for rows, tile in _TILES.items() if M <= rows)
     for first in range(0, len(others), most):
@@ -123,7 +124,7 @@ def multiply_all(
         pointers = (others[part], (biases or others)[part], targets[part])  # without biases, those are not read
         launch(
             grouped_products_kernel,
-            (ends[-1], blocks_of(M, block_m)),
+            grid_of(ends[-1], blocks_of(M, block_m)),
             matrix.device,
             matrix,
             *(tuple([*each, *[each[0]] * rest]) for each in pointers),
@@ -135,7 +136,7 @@ def multiply_all(
             HAS_BIAS=bool(biases),
             OTHERS_ARE_TURNED=layouts[0],
             TARGETS_ARE_TURNED=layouts[1],
-            DIVISOR=1 if any(width % _DIVISOR for width in widths) else _DIVISOR,
+            DIVISOR=1 if any(width % DIVISOR for width in widths) else DIVISOR,
             GROUP=_GROUP,
             STAGES=stages,
             BLOCK_M=block_m,

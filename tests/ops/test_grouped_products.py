@@ -1,5 +1,7 @@
 """Promise: in a graph behind autograd, small products of one matrix are one call, and nothing but speed shows it."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,13 +114,24 @@ def test_few_are_left(layers, expected):
 def test_more_than_one_call_takes(monkeypatch):
     monkeypatch.setattr(grouped_products, "MOST_PRODUCTS", 4)
     assert calls(check(Embedded(10), *inputs())) == [[(False, 4)] * 2, [(True, 4)] * 2]  # two are left
-    monkeypatch.setattr(grouped_products, "MOST_PRODUCTS", 64)
-    monkeypatch.setattr(grouped_products, "_MOST_ELEMENTS", 16 * 32 * 5)  # of results, and of their gradients
-    torch._dynamo.reset()
-    assert calls(check(Embedded(12, widths=(32,)), *inputs(16))) == [[(False, 5)] * 2, [(True, 5)] * 2]
 
 
-@pytest.mark.parametrize("name, value", [("_MOST_MULTIPLICATIONS", 3 * 64 * 40), ("_MOST_TERMS", 3), ("_MOST_TERMS", 2)])
+@pytest.mark.parametrize(
+    "most, expected",
+    [((16 + 64 + 1) * 32 * 5 - 65 * 32, [[(False, 5)] * 2, []]), (16 * 32 * 5, [[], [(True, 5)] * 2])],
+    ids=["forward", "gradients"],
+)
+def test_what_is_kept_is_bounded(monkeypatch, most, expected):
+    """Results, and casts of weights and biases behind the first; of gradients those of the results."""
+    monkeypatch.setattr(grouped_products, "_MOST_ELEMENTS", most)
+    found = calls(check(Embedded(12, widths=(32,)), *inputs(16)))
+    for one, other in zip(found, expected, strict=True):
+        assert one == other or not other
+
+
+@pytest.mark.parametrize(
+    "name, value", [("_MOST_MULTIPLICATIONS", 3 * 64 * 40), ("_MOST_TERMS", 3), ("_MOST_TERMS", 2)]
+)
 def test_large_ones_are_left(monkeypatch, name, value):
     """Forward 64 terms are summed, and of a weight's gradient 3, of the rows."""
     monkeypatch.setattr(grouped_products, name, value)
@@ -155,8 +168,10 @@ def test_open_sizes():
 
 def test_other_gpus(monkeypatch):
     """Where it was not measured."""
-    monkeypatch.setattr(grouped_products, "architecture", lambda device: 80)
-    assert calls(check(Embedded(), *inputs())) == [[], []]
+    for architecture in (80, 100):
+        torch._dynamo.reset()
+        monkeypatch.setattr(grouped_products, "architecture", lambda device, number=architecture: number)
+        assert calls(check(Embedded(), *inputs())) == [[], []]
 
 
 # Node by node
@@ -213,6 +228,7 @@ OTHERS = {
     "float32": {"dtype": torch.float32},
     "odd width": {"width": 24},
     "odd depth": {"depth": 24},
+    "odd depth, row by row": {"depth": 24, "turned": False},
     "second, odd width": {"is_second": True, "width": 24},
     "second, odd rows of results": {"is_second": True, "depth": 24},
 }
@@ -266,6 +282,85 @@ def test_addmm_with_factors():
     graph, (matrix, bias, *others) = graph_of(*(torch.ones(each).bfloat16() for each in shapes))
     graph.output(tuple(called(graph, ADDMM, bias, matrix, each, alpha=2) for each in others))
     assert_nothing_joins(graph)
+
+
+def test_biases_of_a_second_matrix():
+    graph, (matrix, bias, *others) = graph_of(*(torch.ones(each).bfloat16() for each in [(32, 16), 16, *[(3, 32)] * 4]))
+    graph.output(tuple(called(graph, ADDMM, bias, each, matrix) for each in others))
+    assert_nothing_joins(graph)
+
+
+def test_a_bias_that_is_not_aligned():
+    biases = torch.ones(80).bfloat16()
+    graph, (matrix, bias, *others) = graph_of(
+        torch.ones(3, 32).bfloat16(), biases[1:17], *[torch.ones(32, 16).bfloat16()] * 4
+    )
+    graph.output(tuple(called(graph, ADDMM, bias, matrix, each) for each in others))
+    assert_nothing_joins(graph)
+
+
+def test_a_matrix_that_is_viewed_anew():
+    """As a text is for each layer; what is computed otherwise is another matrix."""
+    values = [torch.randn(3, 4, 32).bfloat16(), *(torch.randn(32, 16).bfloat16() for _ in range(9))]
+    graph, (text, *weights) = graph_of(*values)
+    results = []
+    for place, weight in enumerate(weights):
+        taken = called(graph, aten.add.Tensor, text, text, alpha=1 if place < 5 else 2)
+        results.append(called(graph, MM, called(graph, VIEW, taken, [12, 32]), weight))
+    graph.output(tuple(results))
+    expected = run(graph, *values)
+    assert [len(node.args[2]) for node in joined(graph)] == [5, 4]
+    assert_computes(graph, values, expected)
+
+
+def test_what_is_read_before_stays():
+    """A cast that other nodes read, in parts, before the first product."""
+    values = [torch.randn(32, 32), *(torch.randn(32, 32).bfloat16() for _ in range(5))]
+    graph, (weight, other, matrix, *weights) = graph_of(*values)
+    cast = called(graph, CAST, weight, torch.bfloat16)
+    early = called(graph, MM, other, cast)
+    split = called(graph, aten.split.Tensor, cast, 16)
+    parts = [called(graph, operator.getitem, split, place) for place in range(2)]
+    results = [called(graph, MM, matrix, each) for each in (cast, *weights)]
+    graph.output((early, *parts, *results))
+    expected = run(graph, *values)
+    assert [len(node.args[2]) for node in joined(graph)] == [4]
+    assert_computes(graph, values, expected)
+
+
+def test_what_the_first_product_is_for():
+    """Another's other operand, forward; or read by another, of gradients."""
+    values = [torch.randn(32, 32).bfloat16() / 6 for _ in range(6)]
+    for is_second in (False, True):
+        graph, (matrix, *others) = graph_of(*values)
+
+        def multiply(other, is_second=is_second, graph=graph, matrix=matrix):
+            return called(graph, MM, *((other, matrix) if is_second else (matrix, other)))
+
+        results = [multiply(each) for each in others[:4]]
+        results.append(multiply(results[3 if is_second else 0]))
+        graph.output(tuple(results))
+        expected = run(graph, *values)
+        assert [len(node.args[2]) for node in joined(graph)] == [4]
+        assert_computes(graph, values, expected)
+
+
+def test_a_later_group():
+    """What cannot stand where the first product does may stand where another does."""
+    values = [torch.randn(32, 32).bfloat16() / 6 for _ in range(8)]
+    graph, (matrix, *weights) = graph_of(*values)
+    results = []
+    for place, weight in enumerate(weights):
+        late = called(graph, aten.neg.default, weight) if place == 1 else weight
+        results.append(called(graph, MM, matrix, late))
+        if place == 1:
+            others = [called(graph, aten.neg.default, each) for each in weights]
+        if place > 1:
+            results.append(called(graph, MM, matrix, others[place]))
+    graph.output(tuple(results))
+    expected = run(graph, *values)
+    assert sorted(len(node.args[2]) for node in joined(graph)) == [5, 6]
+    assert_computes(graph, values, expected)
 
 
 def test_parts_of_memory():
@@ -324,20 +419,27 @@ def test_gradients_stand_where_the_last_did():
     assert_computes(graph, values, expected)
 
 
-@pytest.mark.parametrize("which", ["weight", "view of the weight", "matrix"])
-def test_what_is_written_stays(which):
-    """A node that writes to a weight between the products, or to what the matrices are of."""
-    graph, (matrix, *weights) = graph_of(*[torch.randn(32, 32).bfloat16()] * 6)
+@pytest.mark.parametrize("which", ["weight", "view", "part", "cast", "activation", "source"])
+@pytest.mark.parametrize("is_second", [False, True])
+def test_what_is_written_stays(which, is_second):
+    """A node that writes to what products read, between them."""
+    values = [torch.randn(32, 32) / 6, *(torch.randn(32, 32).bfloat16() / 6 for _ in range(6))]
+    graph, (wide, source, *weights) = graph_of(*values)
+    cast = called(graph, CAST, wide, torch.bfloat16)
+    half = called(graph, operator.getitem, called(graph, aten.split.Tensor, weights[4], 32), 0)
     results = []
-    for place, weight in enumerate(weights):
-        taken = called(graph, aten.relu.default, matrix)
-        results.append(called(graph, MM, taken, called(graph, T, weight, [1, 0])))
+    for place, other in enumerate((*weights[:3], cast, half)):
+        matrix = called(graph, aten.relu.default, source)
+        results.append(called(graph, MM, *((other, matrix) if is_second else (matrix, other))))
         if place == 1:
-            written = {"weight": weights[4], "matrix": matrix}.get(which) or called(graph, VIEW, weights[4], [1024])
-            called(graph, aten.mul_.Tensor, written, 2)
+            view = called(graph, VIEW, weights[2], [1024])
+            written = {"weight": weights[2], "view": view, "part": weights[4], "cast": cast, "source": source}
+            called(graph, aten.mul_.Tensor, written.get(which, matrix if which == "activation" else source), 2)
     graph.output(tuple(results))
+    expected = run(graph, *(each.clone() for each in values))
     counts = [len(node.args[2]) for node in joined(graph)]
-    assert counts == ([] if which == "matrix" else [4])
+    assert counts == ([] if which == "source" else [4])
+    assert_computes(graph, [each.clone() for each in values], expected)
 
 
 def test_a_product_of_a_product():
@@ -380,6 +482,14 @@ def test_the_operator(is_second, bias):
         expected += biases[place].double() if bias else 0
         torch.testing.assert_close(result.double(), expected, rtol=2e-2, atol=2e-2)
         assert result.is_contiguous()
+
+
+def test_both_directions_of_the_same_matrices():
+    matrix, *others = torch.randn(4, 32, 32).bfloat16() / 6
+    for is_second in (False, True):
+        for other, result in zip(others, GROUPED(is_second, matrix, others, []), strict=True):
+            expected = other @ matrix if is_second else matrix @ other
+            torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_tensors_that_do_lie_otherwise():

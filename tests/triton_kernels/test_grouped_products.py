@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from triton_kernels import grid
 from triton_kernels.grouped_products import MOST_PRODUCTS, multiply_all
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -35,7 +36,7 @@ def test_rows(rows, dtype):
     check(rows, 80, [48, 16, 160], dtype)
 
 
-@pytest.mark.parametrize("others_turned, targets_turned, has_bias", itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize("others_turned, targets_turned, has_bias", [*itertools.product((False, True), repeat=3)])
 def test_layouts(others_turned, targets_turned, has_bias):
     """Of sizes that are multiples of a tile's, of 16, and of nothing."""
     for rows, depth, widths in (64, 128, [64, 128]), (48, 16, [32, 16, 80]), (7, 3, [5, 1, 33, 16]):
@@ -51,6 +52,11 @@ def test_matrices_of_any_strides():
     memory = torch.randn(40, 60).bfloat16()
     for matrix in memory[:, :20], memory[:20].T, memory[::2, 3:43:2], memory[:1].expand(20, 60):
         check(*matrix.shape, [16, 48], matrix=matrix)
+
+
+def test_more_rows_than_the_grids_second_axis_holds(monkeypatch):
+    monkeypatch.setattr(grid, "_MOST_ALONG_Y", 2)
+    check(330, 16, [16, 48])
 
 
 @pytest.mark.parametrize("rows, depth", [(0, 16), (4, 0)])
@@ -87,3 +93,5 @@ def test_refused_layouts(place):
         given = {"others": others, "targets": targets} | {place: matrices}
         with pytest.raises(ValueError, match="all lie row by row, or all column by column"):
             multiply_all(plain, given["others"], [], given["targets"])
+    with pytest.raises(ValueError, match="biases must be contiguous"):
+        multiply_all(plain, [plain], [torch.ones(16).bfloat16()[::2]], [plain.clone()])
