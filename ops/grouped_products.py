@@ -230,7 +230,7 @@ def _same(graph: Graph, changing: set[Node]) -> dict[Node, Node]:
     same: dict[Node, Node] = {}
     for node in graph.nodes:
         same[node] = node
-        if _is_pure(node) and not any(owner(each) in changing for each in (node, *node.all_input_nodes)):
+        if _is_pure(node) and not any(owner(each) in changing for each in node.all_input_nodes):
             arguments = map_arg((node.args, node.kwargs), lambda each: same[each])
             same[node] = first.setdefault(f"{node.target} {arguments}", node)
     return same

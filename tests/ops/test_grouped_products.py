@@ -419,7 +419,7 @@ def test_gradients_stand_where_the_last_did():
     assert_computes(graph, values, expected)
 
 
-@pytest.mark.parametrize("which", ["weight", "view", "part", "cast", "activation", "source"])
+@pytest.mark.parametrize("which", ["weight", "view", "part", "cast", "wide", "activation", "source"])
 @pytest.mark.parametrize("is_second", [False, True])
 def test_what_is_written_stays(which, is_second):
     """A node that writes to what products read, between them."""
@@ -428,17 +428,18 @@ def test_what_is_written_stays(which, is_second):
     cast = called(graph, CAST, wide, torch.bfloat16)
     half = called(graph, operator.getitem, called(graph, aten.split.Tensor, weights[4], 32), 0)
     results = []
-    for place, other in enumerate((*weights[:3], cast, half)):
+    for place, other in enumerate((*weights[:3], cast, half, None)):
+        other = other or called(graph, CAST, wide, torch.bfloat16)
         matrix = called(graph, aten.relu.default, source)
         results.append(called(graph, MM, *((other, matrix) if is_second else (matrix, other))))
         if place == 1:
             view = called(graph, VIEW, weights[2], [1024])
-            written = {"weight": weights[2], "view": view, "part": weights[4], "cast": cast, "source": source}
+            written = {"weight": weights[2], "view": view, "part": weights[4], "cast": cast, "wide": wide}
             called(graph, aten.mul_.Tensor, written.get(which, matrix if which == "activation" else source), 2)
     graph.output(tuple(results))
     expected = run(graph, *(each.clone() for each in values))
     counts = [len(node.args[2]) for node in joined(graph)]
-    assert counts == ([] if which == "source" else [4])
+    assert counts == {"source": [], "wide": [4]}.get(which, [5])
     assert_computes(graph, [each.clone() for each in values], expected)
 
 
