@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ops import plans, precision
 from ops.convolution import CHANNELS_LAST
-from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, operator_name, readers, written
+from ops.layouts import CAST, CONVOLUTIONS, VIEWS, call_like, is_aligned, is_known, operator_name, readers, written
 from ops.operators import define, layouts_of
 from ops.plan import Plan
 from triton_kernels.copies import MOST_COPIES, copy_all, matrices
@@ -34,8 +34,6 @@ _LARGEST = 2**22
 _MOST_ELEMENTS = 2**24
 #: One by one, fewer are as fast.
 _FEWEST = 4
-#: Bytes at whose multiples Inductor's own tensors begin.
-_ALIGNMENT = 16
 #: What a library computes.
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *CONVOLUTIONS)
 #: How a copy lies in memory, in a letter: as its source, contiguous, or channels_last.
@@ -104,9 +102,9 @@ class _Copy:
         for each in value, before:
             if not isinstance(each, Tensor) or precision.why_no_kernels(each):
                 return None
-            if not all(type(size) is int for size in (*each.shape, *each.stride(), each.storage_offset())):
+            if not is_known(each):
                 return None
-        if before.storage_offset() * before.element_size() % _ALIGNMENT:
+        if not is_aligned(before):
             return None  # Inductor would take all results for unaligned ones
         if value.numel() > _LARGEST or value.stride() != _strides(before, format) or not matrices(before, value):
             return None

@@ -17,10 +17,20 @@ from torch.fx.node import map_arg
 
 from ops import plans, precision
 from ops.calls import contiguous
-from ops.layouts import CAST, VIEWS, call_like, operator_name, owner, written
+from ops.layouts import (
+    CAST,
+    VIEWS,
+    call_like,
+    hold_strides,
+    is_aligned,
+    is_known,
+    is_pointwise,
+    operator_name,
+    owner,
+    written,
+)
 from ops.operators import define, layouts_of
 from ops.plan import Plan
-from triton_kernels.device import architecture
 from triton_kernels.grouped_products import DIVISOR, MOST_PRODUCTS, are_turned, multiply_all
 
 Tensor = torch.Tensor
@@ -36,8 +46,6 @@ _MOST_TERMS = 2048
 _MOST_ELEMENTS = 2**23
 #: Such as an attention's queries, keys and values. (Of two it was not measured.)
 _FEWEST = 3
-#: Of addresses, in bytes, as of Inductor's own tensors.
-_ALIGNMENT = 16
 
 
 def _results(is_second: bool, matrix: Tensor, others: Sequence[Tensor], _: Any = ()) -> list[Tensor]:
@@ -57,10 +65,11 @@ def plan(is_second: bool, matrix: Tensor, others: list[Tensor], biases: list[Ten
     key = is_second, *layouts_of(tensors)
 
     def write(stand_ins: list[Tensor]) -> list[Tensor]:
-        of_one, factors, of_biases = contiguous(stand_ins[0]), stand_ins[1:], stand_ins[1 + len(others) :]
-        factors = factors[: len(others)]
+        of_one, *rest = stand_ins
+        factors, of_biases = rest[: len(others)], rest[len(others) :]
         if are_turned(factors) is None:
             factors = [contiguous(each) for each in factors]
+        of_one = contiguous(of_one)
         results = _results(is_second, of_one, factors)
         if is_second:
             multiply_all(of_one.T, [each.T for each in factors], [], [each.T for each in results])
@@ -122,7 +131,7 @@ class _Product:
     def fits(self) -> bool:
         """Whether the kernel takes it, and it is small."""
         values = [each.meta.get("val") for each in (*self.operands, self.node)]
-        if not all(isinstance(each, Tensor) and _runs(each) and _is_aligned(each) for each in values):
+        if not all(isinstance(each, Tensor) and _runs(each) for each in values):
             return False
         matrix, other, result = (each.meta["val"] for each in (self.matrix, self.other, self.node))
         if self.is_other_turned is None or not matrix.is_contiguous():
@@ -158,14 +167,7 @@ class _Product:
 
 
 def _runs(value: Tensor) -> bool:
-    """Whether it is in 16 bits on a GPU where that was measured, and all is known of it."""
-    are_known = all(type(size) is int for size in (*value.shape, *value.stride(), value.storage_offset()))
-    is_measured = value.dtype.itemsize == 2 and precision.runs_kernels(value) and architecture(value.device) == 90
-    return are_known and is_measured
-
-
-def _is_aligned(value: Tensor) -> bool:
-    return value.storage_offset() * value.element_size() % _ALIGNMENT == 0
+    return is_known(value) and is_aligned(value) and precision.is_16_bits_on_hopper(value)
 
 
 def join(graph: Graph) -> None:
@@ -196,7 +198,7 @@ def _groups(products: Sequence[_Product], changing: set[Node]) -> Iterator[list[
     same = _same(products[0].node.graph, changing)
     found: dict[Any, list[list[_Product]]] = {}
     for each in reversed(products) if products[0].is_second else products:
-        if any(owner(source) in changing for source in _sources(each)):
+        if any(source in changing for source in _sources(each)):
             continue
         parts = found.setdefault((same[each.matrix], each.is_other_turned, bool(each.bias)), [])
         if part := next((part for part in parts if _takes(part, each)), None):
@@ -208,12 +210,11 @@ def _groups(products: Sequence[_Product], changing: set[Node]) -> Iterator[list[
 
 
 def _sources(product: _Product) -> Iterator[Node]:
-    """What is read where it may be moved to: its operands, and what those are views and casts of."""
-    for node in product.operands:
-        yield node
-        while _is_view_or_cast(node):
-            node = node.args[0]
-            yield node
+    """Whose memory is read where it may be moved to: that of its operands, and of what they are casts of."""
+    for operand in product.operands:
+        yield (source := owner(operand))
+        while source.target is CAST:
+            yield (source := owner(source.args[0]))
 
 
 def _takes(part: Sequence[_Product], product: _Product) -> bool:
@@ -237,11 +238,9 @@ def _same(graph: Graph, changing: set[Node]) -> dict[Node, Node]:
 
 
 def _is_pure(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    tags = node.target.tags
-    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_pointwise or _is_view_or_cast(node)
+    if _is_view_or_cast(node):
+        return True
+    return is_pointwise(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _is_view_or_cast(node: Node) -> bool:
@@ -258,7 +257,7 @@ def _replace(group: Sequence[_Product]) -> None:
     with place.graph.inserting_before(place):
         others, biases = [each.other for each in group], [bias for each in group for bias in each.bias]
         together = call_like(place, GROUPED, is_second, group[0].matrix, others, biases)
-        together.meta["eager_input_vals"] = map_arg((together.args, {}), lambda each: each.meta["val"])
+        hold_strides(together)
         results = [call_like(each.node, operator.getitem, together, at) for at, each in enumerate(group)]
     if is_second:
         for node in sorted({node for nodes in moved for node in nodes}, reverse=True):

@@ -57,6 +57,8 @@ VIEWS = {
     *("aten::unbind", "aten::alias", "aten::detach"),
 }
 _FREE = _LAYOUT_FREE | VIEWS | _OWN_OPERATORS
+#: Bytes at whose multiples Inductor's own tensors begin.
+_ALIGNMENT = 16
 
 
 def lay_out(graph: Graph) -> None:
@@ -69,9 +71,9 @@ def lay_out(graph: Graph) -> None:
             if operator_name(node).removesuffix("_backward") in _PADS and not any(node.args[-1]):
                 _leave_out(node)
         _Pass(graph, _around(is_open)).run()
-        for node in graph.nodes:  # as Inductor lets operators have the strides of these
+        for node in graph.nodes:
             if operator_name(node) in _OWN_OPERATORS:
-                node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+                hold_strides(node)
         graph.eliminate_dead_code()
         graph.lint()
 
@@ -89,7 +91,7 @@ def hold_apart(graph: Graph) -> None:
         with graph.inserting_before(node):
             copy = graph.call_function(aten.clone.default, (image,))
         copy.meta = dict(image.meta)
-        later = [user for user in image.users if user > node and _is_pointwise(user)]
+        later = [user for user in image.users if user > node and is_pointwise(user)]
         for each in later:
             each.replace_input_with(image, copy)
     graph.eliminate_dead_code()
@@ -143,7 +145,17 @@ def _may_write(node: Node) -> bool:
     return node.target is not operator.getitem
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_known(value: Tensor) -> bool:
+    """Whether sizes, strides and where it begins in its memory are numbers, and not open."""
+    return all(type(size) is int for size in (*value.shape, *value.stride(), value.storage_offset()))
+
+
+def is_aligned(value: Tensor) -> bool:
+    """Whether it begins in its memory where Inductor's own tensors may."""
+    return value.storage_offset() * value.element_size() % _ALIGNMENT == 0
+
+
+def is_pointwise(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
@@ -249,6 +261,11 @@ def call_like(like: Node, target: Any, *arguments: Any, **options: Any) -> Node:
     return node
 
 
+def hold_strides(node: Node) -> None:
+    """Let Inductor give the operator its arguments with the strides that they have now."""
+    node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+
+
 class _Pass:
     """One walk over a graph, which gives each node's value its new strides."""
 
@@ -276,7 +293,7 @@ class _Pass:
         if not isinstance(node.target, torch._ops.OpOverload):
             return node.target is operator.getitem
         is_known = operator_name(node) in _FREE
-        return is_known or (_is_pointwise(node) and not node.target._schema.is_mutable) or self._lays_out(node)
+        return is_known or (is_pointwise(node) and not node.target._schema.is_mutable) or self._lays_out(node)
 
     def _lays_out(self, node: Node) -> bool:
         return node.target in CONVOLUTIONS and node in self._region and _converts(node)

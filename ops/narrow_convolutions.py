@@ -17,10 +17,9 @@ from ops import plans, precision
 from ops.calls import as_volume
 from ops.convolution import CHANNELS_LAST
 from ops.fingerprint import check, fingerprint
-from ops.layouts import call_like, is_channels_last
+from ops.layouts import call_like, hold_strides, is_channels_last
 from ops.operators import define, layouts_of
 from ops.plan import Plan
-from triton_kernels.device import architecture
 from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
 
 Tensor = torch.Tensor
@@ -105,7 +104,11 @@ def _words(node: Node, result: Node) -> str:
     are_known = all(type(size) is int for each in values for size in (*each.shape, *each.stride()))
     if not are_known or is_transposed or groups != 1 or of_weight.ndim not in CHANNELS_LAST:
         return ""
-    if of_gradient.dtype != of_input.dtype or not _runs(of_input) or not _is_faster(of_gradient, of_weight):
+    if (
+        of_gradient.dtype != of_input.dtype
+        or not precision.is_16_bits_on_hopper(of_input)
+        or not _is_faster(of_gradient, of_weight)
+    ):
         return ""
     if not all(map(is_channels_last, (of_gradient, of_input, image))):
         return ""
@@ -115,11 +118,6 @@ def _words(node: Node, result: Node) -> str:
         return ""
     rows = zip(of_input.shape[2:], of_gradient.shape[2:], of_weight.shape[2:], stride, padding, dilation, strict=True)
     return f"{fingerprint([])} | {list(rows)} | {image.stride()}"
-
-
-def _runs(value: Tensor) -> bool:
-    """Whether it is in 16 bits on a GPU where that was measured."""
-    return value.dtype.itemsize == 2 and precision.runs_kernels(value) and architecture(value.device) == 90
 
 
 def _is_faster(gradient: Tensor, weight: Tensor) -> bool:
@@ -132,7 +130,7 @@ def _replace(node: Node, result: Node, words: str) -> None:
     gradient, input = node.args[:2]
     with node.graph.inserting_before(node):
         ours = call_like(result, WEIGHT_GRADIENT, words, gradient, input)
-    ours.meta["eager_input_vals"] = (words, gradient.meta["val"], input.meta["val"]), {}
+    hold_strides(ours)
     result.replace_all_uses_with(ours)
     of_input, _, of_bias = node.args[-1]
     node.args = (*node.args[:-1], [of_input, False, of_bias])

@@ -8,7 +8,7 @@ import torch
 import autotune_configs
 from autotune_configs.gpus import float32_by_cublas, float32_in_registers
 from autotune_configs.tables import warn_once
-from triton_kernels.device import INTERPRETED, why_unsupported
+from triton_kernels.device import INTERPRETED, architecture, why_unsupported
 from triton_kernels.float32_split import is_transposed
 from triton_kernels.hopper import is_matrix_copyable, runs_hopper_kernels
 
@@ -46,6 +46,11 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
     if reason and tensor.device.type == "cuda" and tensor.dtype in KERNEL_DTYPES:
         warn_once(tensor.device, f"{reason}: PyTorch's own functions run instead")
     return not reason
+
+
+def is_16_bits_on_hopper(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take this tensor, and it is where some of them were measured alone."""
+    return tensor.dtype.itemsize == 2 and runs_kernels(tensor) and architecture(tensor.device) == 90
 
 
 def float32_parts() -> int:

@@ -39,6 +39,23 @@ class Changed:
         return [[node for node in graph.nodes if node.target is operator] for graph in self.graphs]
 
 
+def compared(model, changed, *inputs, enabled=True, backward=True):
+    """Under autocast where it is enabled, the result of both, and the gradients that the parameters have then."""
+    found = []
+    for function in (model, changed):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            result = function(*inputs)
+        if backward:
+            result.float().square().sum().backward()
+        gradients = [each.grad for each in model.parameters()]
+        found.append([result.detach(), *(None if each is None else each.clone() for each in gradients)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            yield one, other
+
+
 def graph_of(*values):
     """A graph, with a placeholder for each of these values."""
     mode, graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()

@@ -7,7 +7,7 @@ from torch import nn
 from torch._inductor import config
 
 from ops import copies
-from tests.ops.behind_autograd import Changed
+from tests.ops.behind_autograd import Changed, compared
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 COPIES = torch.ops.normfuse.copies.default
@@ -18,21 +18,11 @@ def calls(joined):
     return [[node.args[1:] for node in nodes] for nodes in joined.calls(COPIES)]
 
 
-def check(model, *inputs, enabled=True, backward=True):
+def check(model, *inputs, **options):
     """The joined model, whose result, gradients and strides are those of the model."""
-    joined, found = Changed(model, copies.join), []
-    for function in (model, joined):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            result = function(*inputs)
-        if backward:
-            result.float().square().sum().backward()
-        gradients = [each.grad for each in model.parameters()]
-        found.append([result.detach(), *(None if each is None else each.clone() for each in gradients)])
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert torch.equal(one, other) and one.stride() == other.stride()
+    joined = Changed(model, copies.join)
+    for one, other in compared(model, joined, *inputs, **options):
+        assert torch.equal(one, other) and one.stride() == other.stride()
     return joined
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ops import narrow_convolutions
+from ops import narrow_convolutions, precision
 from ops.narrow_convolutions import WEIGHT_GRADIENT, take_over
 from tests.ops.opened import Opened
 
@@ -139,7 +139,7 @@ def test_a_result_that_is_read_twice():
 
 def test_other_gpus(monkeypatch):
     """Where it was not measured."""
-    monkeypatch.setattr(narrow_convolutions, "architecture", lambda device: 80)
+    monkeypatch.setattr(precision, "architecture", lambda device: 80)
     assert not taken(graph_of())
 
 
