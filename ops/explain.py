@@ -18,7 +18,7 @@ from autotune_configs.lookup import Found
 from ops import backend, inductor, operators, plain, precision, rewriting
 from ops.calls import Call, parse
 from ops.capture import in_parts
-from ops.graph_nodes import CONTRACTIONS, NORMS, bound, example, name_of
+from ops.graph_nodes import CONTRACTIONS, NORMS, REFUSAL, bound, example, name_of
 from ops.inductor import tensors_in
 from ops.plan import Plan
 from triton_kernels.chain import Chain
@@ -338,8 +338,8 @@ def _reason(node: Node, given: dict[str, Any]) -> str:
     dtype = getattr(example(given["input"]), "dtype", None)
     if dtype not in precision.KERNEL_DTYPES:
         return precision.other_dtype(dtype)
-    if rewriting.REFUSAL in node.meta:
-        return node.meta[rewriting.REFUSAL]
+    if REFUSAL in node.meta:
+        return node.meta[REFUSAL]
     while len(node.users) == 1 and bound(user := next(iter(node.users)))[0] == "same":
         node = user
     users = [_name(user) for user in node.users]

@@ -16,6 +16,8 @@ from ops import pointwise
 
 CONTRACTIONS = "linear", "conv2d", "conv_transpose2d"
 NORMS = "group_norm", "layer_norm"
+#: By this name a node's ``meta`` says why the longest chain with it was refused.
+REFUSAL = "normfuse_refusal"
 #: In no chain: their bias alone is.
 CONVOLUTIONS = F.conv1d, F.conv3d, F.conv_transpose1d, F.conv_transpose3d
 #: Functions beside the pointwise ones: what they are here, what PyTorch calls them, what they take after their input.

@@ -265,12 +265,30 @@ def rewrite(graph: Graph) -> None:
     """Let each ``F.interpolate`` whose gradient a gather computes faster have that. The others are PyTorch's: of open
     sizes, with antialiasing, by area (which gathers in PyTorch), and wide windows."""
     for node in graph.find_nodes(op="call_function", target=F.interpolate):
-        arguments = _arguments(node)
-        if arguments:
-            node.target, node.args, node.kwargs = torch.ops.normfuse.interpolate.default, arguments, {}
+        if found := _bound(node):
+            input, options, _ = found
+            text = f"{options.pop('mode')} | {fingerprint([])}"
+            node.target, node.kwargs = torch.ops.normfuse.interpolate.default, {}
+            node.args = input, text, *options.values()
 
 
-def _arguments(node: Node) -> tuple | None:
+def doubled(node: Any) -> Node | None:
+    """The image whose pixels an interpolation repeats twice along each axis; None for another node."""
+    is_one = isinstance(node, Node) and node.op == "call_function" and node.target is F.interpolate
+    if not is_one or not (found := _bound(node)):
+        return None
+    input, _, axes = found
+    return input if all(map(_doubles, axes)) else None
+
+
+def _doubles(axis: _Axis) -> bool:
+    places = numpy.arange(axis.outputs, dtype=numpy.float32)
+    (inputs, _), *others = axis.parts(places)
+    return not others and axis.outputs == 2 * axis.size and bool((inputs == places // 2).all())
+
+
+def _bound(node: Node) -> tuple[Node, dict[str, Any], list[_Axis]] | None:
+    """Its image, options and axes, where a gather computes the gradient faster."""
     names = "input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     input, mode = example(given["input"]), given.get("mode", "nearest")
@@ -284,14 +302,15 @@ def _arguments(node: Node) -> tuple | None:
     if scales and not all(type(each) in (int, float) for each in scales):
         return None
     options = {
+        "mode": mode,
         "size": None if size is None else list(outputs),
         "scale_factor": None if scales is None else list(map(float, scales)),
         "align_corners": given.get("align_corners"),
         "recompute_scale_factor": given.get("recompute_scale_factor"),
     }
-    axes = _axes(sizes, {**options, "mode": mode})
+    axes = _axes(sizes, options)
     if any(axis.outputs != output for axis, output in zip(axes, outputs, strict=True)):
         return None
     if any(axis.window[-1] > _WIDEST_WINDOW for axis in axes):
         return None
-    return given["input"], f"{mode} | {fingerprint([])}", *options.values()
+    return given["input"], options, axes

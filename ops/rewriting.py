@@ -27,29 +27,29 @@ from ops import (
     pointwise,
     pooling,
     precision,
+    upsampled_convolutions,
 )
 from ops.chain_in_graph import opened, write
 from ops.graph_nodes import (
     CONTRACTIONS,
     CONVOLUTIONS,
     NORMS,
+    REFUSAL,
     Surroundings,
     bound,
     depends_on_data,
     example,
-    has_shape,
     memory,
     name_of,
     writes,
 )
+from ops.graph_writer import Writer
 from ops.growth import Growth, beginnings
 from ops.pointwise import Step
 
 _log = logging.getLogger(__name__)
 
 _FAMILIES = {(each.contraction, each.norm): each for each in family.FAMILIES}
-#: By this name a node's ``meta`` says why the longest chain with it was refused.
-REFUSAL = "normfuse_refusal"
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def _rewrite_graph(graph: Graph, compiles: bool, everything: bool, replays: bool
     if any("increment_nesting" in name_of(node) for node in graph.nodes):
         return  # of torch.func, which does not know the chains
     if compiles:
+        upsampled_convolutions.rewrite(graph)
         interpolation.rewrite(graph)
         pooling.rewrite(graph)
     for node in graph.nodes:
@@ -179,7 +180,7 @@ def _with_bias_apart(node: Node) -> Callable[[], None]:
     """Let a convolution's bias be added by a node of its own, for a chain to take. Returns what puts it back where none
     has taken it."""
     values, (weight, bias) = example(node), _weight_and_bias(node)
-    writer = _Writer(node.graph, node, node)
+    writer = Writer(node.graph, node, node)
     vector = writer.call(torch.ops.aten.to.dtype, bias, values.dtype)
     vector = writer.call(torch.ops.aten.view.default, vector, [-1] + [1] * (example(weight).ndim - 2))
     writer.place = node.next
@@ -228,52 +229,9 @@ def _common(each_nodes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # What takes a chain's place
 
 
-class _Writer:
-    """Adds nodes behind one of a graph's, or before ``place``, each of which is tried with the fake tensors first."""
-
-    def __init__(self, graph: Graph, last: Node, place: Node | None = None):
-        self.graph, self.last, self.place = graph, last, place or last.next
-        self.added: list[Node] = []
-
-    def call(self, function: Any, *arguments: Any, **options: Any) -> Node:
-        """A node that calls the function."""
-        fakes, fake_options = map_arg((arguments, options), example)
-        with example(self.last).fake_mode, torch.no_grad():
-            value = function(*fakes, **fake_options)
-        with self.graph.inserting_before(self.place):
-            node = self.graph.call_function(function, arguments, options)
-        node.meta = {**self.last.meta, "example_value": value}
-        self.added.append(node)
-        return node
-
-    def in_rows(self, node: Node, dimensions: int) -> Node:
-        """A matrix of a tensor's elements. So many of its last dimensions become one."""
-        if dimensions > 1:
-            node = self.call(torch.ops.aten.flatten.using_ints, node, -dimensions, -1)
-        if example(node).ndim > 2:
-            return self.call(torch.ops.aten.flatten.using_ints, node, 0, -2)
-        return node if example(node).ndim == 2 else self.call(torch.ops.aten.unsqueeze.default, node, 0)
-
-    def operand_in_rows(self, node: Node, values: torch.Size, dimensions: int) -> Node:
-        """The operand of a matrix of values of this shape."""
-        shape = example(node).shape
-        own = (1,) * (len(values) - len(shape)) + tuple(shape)
-        is_vector = own == (1,) * (len(values) - dimensions) + tuple(values[-dimensions:])
-        if is_vector or all(size == 1 for size in own):
-            return self.call(torch.ops.aten.reshape.default, node, [-1] if is_vector else [])
-        if not has_shape(node, values):
-            raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
-        return self.in_rows(node, dimensions)
-
-    def undo(self) -> None:
-        """Leave the graph as it was."""
-        for node in reversed(self.added):
-            self.graph.erase_node(node)
-
-
 def _put(graph: Graph, growth: Growth, autocasts: tuple[tuple, ...]) -> str:
     """Put a call in the place of the chain. Returns the chain in words, or "" where it is left as it is."""
-    last, writer = growth.value, _Writer(graph, growth.value)
+    last, writer = growth.value, Writer(graph, growth.value)
     try:
         with contextlib.ExitStack() as regions:
             for each in autocasts:
@@ -313,7 +271,7 @@ def _casts(user: Node, value: Node, dtype: torch.dtype) -> bool:
     return kind in CONTRACTIONS and example(user).dtype == dtype
 
 
-def _call(writer: _Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
+def _call(writer: Writer, growth: Growth, dtype: str) -> tuple[str, Node]:
     """The chain in words, and the node that has its result, of this dtype."""
     from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
@@ -374,7 +332,7 @@ def _check_broadcast(shape: torch.Size, values: torch.Size, has_rows: bool) -> N
         raise ValueError(f"an operand of shape {tuple(shape)} fits no chain of {tuple(values)}")
 
 
-def _with_strides_of(writer: _Writer, result: Node, last: Node, dtype: torch.dtype, is_open: bool) -> Node:
+def _with_strides_of(writer: Writer, result: Node, last: Node, dtype: torch.dtype, is_open: bool) -> Node:
     """The result as it lies in PyTorch, where that is seen. Raises ValueError where it has another shape or dtype.
 
     An open norm's always does. The copy goes where nothing sees it: ``ops.layouts``.

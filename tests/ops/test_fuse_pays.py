@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ops import pays, precision, rewriting
 from ops.fuse import FusedChain, LeftChain, fuse
-from ops.rewriting import REFUSAL, rewrite
+from ops.graph_nodes import REFUSAL
+from ops.rewriting import rewrite
 
 NORM = "group_norm -> silu"
 

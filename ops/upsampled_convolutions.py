@@ -1,0 +1,67 @@
+"""Convolutions of upsampled images in compiled graphs, as transposed convolutions of the images before.
+
+Where ``F.interpolate`` repeats each pixel twice along each axis, an output's 3 x 3 taps read 2 x 2 pixels. So the taps
+that read one pixel are added up before, 16 of 36 products remain, and the upsampled image is never written::
+
+    conv2d(upsampled(x), w, b, padding=1) = conv_transpose2d(x, taps, b, stride=2, padding=1)
+    taps = sums over the windows of 2 x 2 of w, padded with zeros, turned by 180 degrees
+
+They are added up in float32 and rounded once, under autocast where the weight would be. All is PyTorch's: the gradients
+too are those of a convolution of the image before, and of the sums.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._prims_common import suggest_memory_format
+from torch.fx import Graph, Node
+
+from ops import interpolation, precision
+from ops.graph_nodes import REFUSAL, Surroundings, bound, example
+from ops.graph_writer import Writer
+
+_aten = torch.ops.aten
+#: Below these adding up the taps takes longer than is won: pixels of all images before, channels of each.
+_FEWEST_PIXELS, _FEWEST_CHANNELS = 1024, 64
+
+
+def rewrite(graph: Graph) -> None:
+    """Let each convolution of 3 x 3 taps whose image is an upsampled one, in 16 bits on Hopper, be a transposed
+    convolution of the image before where that is faster."""
+    for node in list(graph.nodes):
+        kind, given = bound(node)
+        if kind == "conv2d" and (image := _image(node, given)) and Surroundings(graph).allow((given["input"], node)):
+            taps = _taps(Writer(graph, node, node), given["weight"])
+            node.target, node.kwargs = F.conv_transpose2d, {}
+            node.args = image, taps, given.get("bias"), 2, 1
+            node.meta[REFUSAL] = "left to the compiler, as one of the image before F.interpolate"
+            graph.erase_node(given["input"])
+
+
+def _image(node: Node, given: dict[str, Any]) -> Node | None:
+    """What the convolution is computed of; None where it stays."""
+    upsampled, weight, result = given["input"], example(given["weight"]), example(node)
+    keeps_size = _is_one(given.get("padding", 0)) or given.get("padding") == "same"
+    is_plain = keeps_size and all(_is_one(given.get(name, 1)) for name in ("stride", "dilation", "groups"))
+    if not (is_plain and isinstance(upsampled, Node) and len(upsampled.users) == 1):
+        return None
+    image = interpolation.doubled(upsampled)
+    if image is None or weight.shape[2:] != (3, 3) or not precision.is_16_bits_on_hopper(result):
+        return None
+    samples, channels, height, width = example(image).shape
+    pixels = height * width * (samples if type(samples) is int else 1)
+    are_many = all(type(each) is int and each >= _FEWEST_CHANNELS for each in (channels, len(weight)))
+    return image if are_many and pixels >= _FEWEST_PIXELS else None
+
+
+def _is_one(value: Any) -> bool:
+    """Whether PyTorch takes it as 1 along each axis."""
+    return value in (1, [1], (1,), [1, 1], (1, 1))
+
+
+def _taps(writer: Writer, weight: Node) -> Node:
+    """The weight [O, C, 3, 3] as [C, O, 4, 4], of the same dtype and memory format."""
+    sums = writer.call(_aten.avg_pool2d.default, weight, [2, 2], [1, 1], [1, 1], False, True, 1)
+    turned = writer.call(_aten.flip.default, writer.call(_aten.transpose.int, sums, 0, 1), [2, 3])
+    return writer.call(_aten.contiguous.default, turned, memory_format=suggest_memory_format(example(weight)))
