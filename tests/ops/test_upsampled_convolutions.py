@@ -60,6 +60,7 @@ def test_values(bias, shape, of_input, of_weight):
     wanted, opened = [input, *model.parameters()], Opened(model)
     for found, expected in zip(step(opened, input, wanted), step(model, input, wanted), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert found.stride() == expected.stride()
     assert is_taken(opened)
     with torch.no_grad():
         found, expected = Opened(model)(input), model(input)
@@ -132,13 +133,13 @@ def test_which(options, expected):
 @pytest.mark.parametrize(
     "channels, sizes, dtype, expected",
     [
-        ((64, 64), (2, 32, 16), torch.bfloat16, True),
-        ((64, 64), (2, 32, 16), torch.float16, True),
-        ((64, 64), (1, 32, 32), torch.bfloat16, True),
-        ((64, 64), (2, 32, 16), torch.float32, False),
-        ((64, 64), (2, 32, 15), torch.bfloat16, False),
-        ((62, 64), (2, 32, 16), torch.bfloat16, False),
-        ((64, 62), (2, 32, 16), torch.bfloat16, False),
+        ((64, 64), (2, 32, 32), torch.bfloat16, True),
+        ((64, 64), (2, 32, 32), torch.float16, True),
+        ((64, 64), (1, 64, 32), torch.bfloat16, True),
+        ((64, 64), (2, 32, 32), torch.float32, False),
+        ((64, 64), (2, 32, 31), torch.bfloat16, False),
+        ((62, 64), (2, 32, 32), torch.bfloat16, False),
+        ((64, 62), (2, 32, 32), torch.bfloat16, False),
     ],
 )
 def test_which_pay(channels, sizes, dtype, expected):
