@@ -55,8 +55,9 @@ class ExplainedCall:
     Args:
         chain: The chain with the call's numbers.
         direction: "forward" or "backward"; of matrices without a chain, "product"; of an open norm in a compiled
-            graph, which is Inductor's beside these, "statistics" or "sums"; of a max pooling, or of a weight of a
-            convolution with few channels there, "gradient"; of weights and their gradients there, "copies".
+            graph, which is Inductor's beside these, "statistics" or "sums"; of a convolution of few channels there, or
+            its input's gradient, "convolution"; of its weight, or a max pooling, "gradient"; of weights and their
+            gradients there, "copies".
         device: Where it runs.
         steps: What runs, in order.
         result_bytes: Memory of the result, or of the gradients.

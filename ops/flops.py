@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ops.calls import Call, parse
 from ops.grouped_products import GROUPED
 from ops.matrix_products import PRODUCT, operands_of_one_matrix
-from ops.narrow_convolutions import WEIGHT_GRADIENT
+from ops.narrow_convolutions import CONVOLUTION, WEIGHT_GRADIENT
 from ops.operators import BACKWARD, FORWARD, read_specs, spread
 
 Tensor = torch.Tensor
@@ -59,6 +59,11 @@ def _of_product(*arguments: Any, out_val: Any = None) -> int:
 @register_flop_formula(WEIGHT_GRADIENT.overloadpacket, get_raw=True)
 def _of_weight_gradient(words: str, gradient: Tensor, input: Tensor, *, out_val: Any = None) -> int:
     return 2 * gradient.numel() // gradient.shape[1] * out_val.numel()
+
+
+@register_flop_formula(CONVOLUTION.overloadpacket, get_raw=True)
+def _of_narrow_convolution(words: str, image: Tensor, weight: Tensor, *, out_val: Any = None) -> int:
+    return 2 * out_val.numel() * len(weight)
 
 
 @register_flop_formula(GROUPED.overloadpacket, get_raw=True)

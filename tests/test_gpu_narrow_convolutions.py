@@ -9,7 +9,7 @@ import torch
 from ops import backend, narrow_convolutions
 from tests import gpu
 from tests.gpu import DEVICE, on_hopper
-from tests.ops.test_narrow_convolutions import LAST, Net
+from tests.ops.test_narrow_weight_gradients import LAST, Net
 from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory", "fresh_compiler")]

@@ -44,6 +44,7 @@ from triton_kernels.copies import copy_all
 from triton_kernels.grouped_products import multiply_all
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
+from triton_kernels.narrow_convolution import narrow_convolution
 from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
@@ -275,6 +276,18 @@ def test_narrow_weight_gradients(dtype):
     axes = ConvolvedAxis(1, 1), ConvolvedAxis(9, 5, 3, 2, 1), ConvolvedAxis(67, 67, 3, 1, 1)
     target = torch.empty(7, 9, 5, dtype=dtype, device=DEVICE)
     narrow_weight_gradient(gradient.flatten(2), image.flatten(2), target, axes)
+    assert target.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=chain_id)
+@pytest.mark.parametrize("channels", [3, 8, 12])
+def test_narrow_convolutions(channels, dtype):
+    """Taps begin before the image and end behind it, pixels before a tile's end."""
+    image = torch.randn(2, 9 * 67, channels, device=DEVICE).to(dtype)
+    weight = torch.randn(9 * channels, 7, device=DEVICE).to(dtype)
+    axes = ConvolvedAxis(1, 1), ConvolvedAxis(9, 5, 3, 2, 1), ConvolvedAxis(67, 67, 3, 1, 1)
+    target = torch.empty(2 * 5 * 67, 7, dtype=dtype, device=DEVICE)
+    narrow_convolution(image, weight, target, axes)
     assert target.isfinite().all()
 
 

@@ -26,6 +26,7 @@ from triton_kernels.grouped_products import multiply_all
 from triton_kernels.image_statistics import PartialStatistics
 from triton_kernels.image_tiles import ImageNormConfig
 from triton_kernels.max_pool import PooledAxis, max_pool_backward
+from triton_kernels.narrow_convolution import narrow_convolution
 from triton_kernels.narrow_weight_gradient import ConvolvedAxis, narrow_weight_gradient
 from triton_kernels.pointwise import ADD, nearest_tf32
 
@@ -101,6 +102,46 @@ def test_narrow_weight_gradient(C, O, taps, arch):  # noqa: E741
     assert len(kernels) == 2
     assert_fit_without_spills(kernels)
     assert all("cp.async" in kernel.ptx for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    "C, O, taps, run",
+    [
+        (1, 32, (3, 3, 3), 1),
+        (8, 8, (3, 3, 3), 8),
+        (3, 64, (1, 7, 7), 1),
+        (4, 320, (1, 3, 3), 4),
+        (16, 32, (3, 3, 3), 16),
+        (12, 12, (1, 3, 3), 4),
+        (3, 768, (1, 16, 16), 1),
+        (1, 128, (3, 3, 3), 1),
+        (3, 128, (1, 7, 7), 1),
+        (2, 64, (1, 5, 5), 2),
+    ],
+)
+def test_narrow_convolution(C, O, taps, run):  # noqa: E741
+    """A run of channels is one load. The kernel runs on Hopper alone."""
+    sizes = 1 if taps[0] == 1 else 96, 96, 96
+    axes = tuple(ConvolvedAxis(size, size, tap, 1, tap // 2) for size, tap in zip(sizes, taps, strict=True))
+    pixels, count = sizes[0] * sizes[1] * sizes[2], taps[0] * taps[1] * taps[2]
+
+    def launch():
+        for dtype in (torch.bfloat16, torch.float16):
+            shapes = (2, pixels, C), (count * C, O), (2 * pixels, O)
+            narrow_convolution(*[torch.empty(shape, dtype=dtype, device=META) for shape in shapes], axes)
+
+    kernels = compile_launches(launch, 90)
+    assert len(kernels) == 2
+    assert_fit_without_spills(kernels)
+    loads = {
+        1: "ld.global.b16",
+        2: "ld.global.b32",
+        4: "ld.global.v2.b32",
+        8: "ld.global.v4.b32",
+        16: "ld.global.v4.b32",
+    }
+    assert all(loads[run] in kernel.ptx for kernel in kernels)
+    assert run == 1 or not any("ld.global.b16" in kernel.ptx for kernel in kernels)
 
 
 @by_architecture

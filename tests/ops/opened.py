@@ -55,6 +55,7 @@ class Opened:
         if is_inference:
             residuals.read_terms(graph.graph)
             layouts.lay_out(graph.graph)
+            narrow_convolutions.take_over(graph.graph)
             graph.recompile()
         self.graphs.append(graph)
         check_images(graph)

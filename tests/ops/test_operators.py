@@ -119,10 +119,12 @@ def test_operators():
         "interpolate",
         "max_pool",
         "max_pool_backward",
+        "narrow_convolution",
         "product",
         "product.of_one_matrix",
         "statistics",
         "sums",
+        "taps",
         "weight_gradient",
     }
 
