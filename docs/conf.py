@@ -49,6 +49,7 @@ docs/limits
 docs/numerics
 docs/special_values
 docs/compiled_graphs
+docs/graph_convolutions
 docs/installing
 docs/examples
 docs/reference
