@@ -15,11 +15,11 @@ FORMATS = torch.contiguous_format, torch.channels_last
 class Block(nn.Module):
     """As in an image decoder: an upsampled image, its convolution, and a residual block's begin."""
 
-    def __init__(self, channels=(4, 6), bias=True, before=None, **options):
+    def __init__(self, channels=(4, 6), bias=True, before=None, taps=3, **options):
         super().__init__()
         torch.manual_seed(0)
         self.before = before or nn.Upsample(scale_factor=2)
-        self.convolution = nn.Conv2d(*channels, 3, bias=bias, **{"padding": 1, **options})
+        self.convolution = nn.Conv2d(*channels, taps, bias=bias, **{"padding": 1, **options})
         self.norm = nn.GroupNorm(2, channels[1])
 
     def forward(self, input):
@@ -108,6 +108,8 @@ class Kept(nn.Module):
         ({"before": Kept()}, False),
         ({"padding": "same"}, True),
         ({"padding": "valid"}, False),
+        ({"taps": 5}, False),
+        ({"taps": (3, 1)}, False),
         ({"padding": (1, 0)}, False),
         ({"padding": 2}, False),
         ({"padding": 2, "dilation": 2}, False),
@@ -137,7 +139,7 @@ def test_which(options, expected):
         ((64, 64), (2, 32, 32), torch.float16, True),
         ((64, 64), (1, 64, 32), torch.bfloat16, True),
         ((64, 64), (2, 32, 32), torch.float32, False),
-        ((64, 64), (2, 32, 31), torch.bfloat16, False),
+        ((64, 64), (1, 23, 89), torch.bfloat16, False),
         ((62, 64), (2, 32, 32), torch.bfloat16, False),
         ((64, 62), (2, 32, 32), torch.bfloat16, False),
     ],
