@@ -101,6 +101,7 @@ class Kept(nn.Module):
         ({"before": Interpolates(scale_factor=2.0, recompute_scale_factor=True)}, True),
         ({"before": Interpolates(scale_factor=2.1)}, False),  # 10 x 14 pixels too, but others'
         ({"before": Interpolates(scale_factor=(2, 3))}, False),
+        ({"before": Interpolates(size=(9, 13))}, False),  # two of each pixel, but for the last
         ({"before": Interpolates(scale_factor=2, mode="bilinear")}, False),
         ({"before": Interpolates(scale_factor=4)}, False),
         ({"before": nn.Upsample(scale_factor=2, mode="bilinear")}, False),
