@@ -117,6 +117,7 @@ def test_narrow_weight_gradient(C, O, taps, arch):  # noqa: E741
         (1, 128, (3, 3, 3), 1),
         (3, 128, (1, 7, 7), 1),
         (2, 64, (1, 5, 5), 2),
+        (1, 8, (1, 1, 2), 1),
     ],
 )
 def test_narrow_convolution(C, O, taps, run):  # noqa: E741
