@@ -273,7 +273,8 @@ def rewrite(graph: Graph) -> None:
 
 
 def doubled(node: Any) -> Node | None:
-    """The image whose pixels an interpolation repeats twice along each axis; None for another node."""
+    """The image whose pixels an interpolation repeats twice along each axis; None for another node, or one whose
+    gradient is left to PyTorch."""
     is_one = isinstance(node, Node) and node.op == "call_function" and node.target is F.interpolate
     if not is_one or not (found := _bound(node)):
         return None

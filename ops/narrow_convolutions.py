@@ -42,8 +42,8 @@ _MOST_CHANNELS = 32
 _MOST_WEIGHTS = 3 * 2**12
 #: Of all samples' outputs: fewer take no longer than two launches.
 _FEWEST_PIXELS = 2**15
-#: Of a sample with its padding, and pixels of all samples: what a kernel's indices hold, with room for taps on both
-#: sides.
+#: Of a sample, as far as indices reach, and pixels of all samples: what a kernel's indices hold, with room for taps on
+#: both sides.
 _MOST_ELEMENTS = 2**30
 
 
@@ -233,13 +233,17 @@ def _words(
     strides: Sequence[int],
 ) -> str:
     """The words of a call whose result has these strides, or "" where it is cuDNN's."""
-    padded = [size + 2 * abs(around) for size, around in zip(image.shape[2:], padding, strict=True)]
-    if math.prod(weight.shape[2:]) == 1 or image.shape[1] * math.prod(padded) > _MOST_ELEMENTS:
+    rows = list(zip(image.shape[2:], outputs.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True))
+    if math.prod(weight.shape[2:]) == 1 or image.shape[1] * math.prod(_reach(*row) for row in rows) > _MOST_ELEMENTS:
         return ""
     if not (is_channels_last(image) and is_channels_last(outputs)):
         return ""
-    rows = zip(image.shape[2:], outputs.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    return f"{fingerprint([])} | {list(rows)} | {tuple(strides)}"
+    return f"{fingerprint([])} | {rows} | {tuple(strides)}"
+
+
+def _reach(size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int) -> int:
+    """How far a kernel's indices go along an axis of the image: with the padding, to where outputs are, and to taps."""
+    return max(size + 2 * max(padding, 0), (outputs - 1) * stride - padding + 1, (taps - 1) * abs(dilation) + 1)
 
 
 def _as_matrix(like: Node, weight: Node, order: list[int]) -> Node:

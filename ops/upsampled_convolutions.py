@@ -59,7 +59,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _call(weight: Tensor, written_by: str) -> Tensor:
     """The operator ``normfuse::taps``."""
     check(written_by)
-    return _Taps.apply(weight) if torch.is_grad_enabled() and weight.requires_grad else _taps(weight)
+    return _Taps.apply(weight)
 
 
 torch.library.define("normfuse::taps", "(Tensor weight, str written_by) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
@@ -87,7 +87,12 @@ def _image(node: Node, given: dict[str, Any]) -> Node | None:
     if not (is_plain and isinstance(upsampled, Node) and len(upsampled.users) == 1):
         return None
     image = interpolation.doubled(upsampled)
-    if image is None or weight.shape[2:] != (3, 3) or not precision.is_16_bits_on_hopper(result):
+    if (
+        image is None
+        or example(image).ndim != 4
+        or weight.shape[2:] != (3, 3)
+        or not precision.is_16_bits_on_hopper(result)
+    ):
         return None
     samples, channels, height, width = example(image).shape
     pixels = height * width * (samples if type(samples) is int else 1)

@@ -99,8 +99,8 @@ def narrow_convolution(
 ) -> None:
     """result [pixels, O] = the convolution of input [B, S, C], both dense, with weight [taps * C, O].
 
-    All are of one 16-bit dtype, and sums are float32's. There are less than 2^31 pixels, and a sample of the input,
-    with what its padding would take in memory, has at most 2^30 elements.
+    All are of one 16-bit dtype, and sums are float32's. There are less than 2^31 pixels. A sample of the input has at
+    most 2^30 elements, with what it would have as far as there are outputs and taps.
     """
     (pixels, channels), C = result.shape, input.shape[-1]
     taps = axes[0].taps * axes[1].taps * axes[2].taps

@@ -116,6 +116,10 @@ OF_INPUT = {
     "strides": ({"input": (1, 8, 64, 64), "weight": (8, 8, 3, 3), "stride": 2}, False),
     "cropped": ({"input": (1, 8, 64, 64), "weight": (8, 8, 1, 3), "padding": 2}, True),
     "contiguous": ({"input": (1, 8, 64, 64), "weight": (8, 8, 3, 3), "contiguous": (0,)}, False),
+    "most elements": ({"input": (1, 16, 2**13, 2**13), "weight": (16, 16, 3, 1), "padding": 0}, True),
+    "far taps": ({"input": (1, 16, 2**14 + 2, 2**12 + 1), "weight": (16, 16, 3, 1), "dilation": 2**13}, False),
+    "much cropped": ({"input": (1, 16, 2**13, 1), "weight": (16, 16, 1, 3), "padding": 2**11}, True),
+    "too much cropped": ({"input": (1, 16, 2**13, 1), "weight": (16, 16, 1, 3), "padding": 2**12}, False),
     "weight alone": ({"input": (1, 8, 64, 64), "weight": (8, 8, 3, 3), "wanted": (False, True, False)}, False),
 }
 

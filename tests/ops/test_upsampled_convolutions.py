@@ -194,3 +194,14 @@ def test_open_batches():
 def test_it_is_told():
     told = explain(torch.compile(Block(), backend=normfuse), torch.randn(2, 4, 5, 7))
     assert "as one of the image before F.interpolate" in str(told)
+
+
+@pytest.mark.usefixtures("fresh_compiler", "all_pay")
+def test_an_image_without_samples():
+    """One axis is interpolated then."""
+    image, weight = torch.randn(5, 4, 6), torch.randn(3, 5, 3, 3)
+
+    def function(image):
+        return F.conv2d(F.interpolate(image, scale_factor=2), weight, padding=1)
+
+    torch.testing.assert_close(Opened(function)(image), function(image))
