@@ -185,11 +185,12 @@ def _take_input_gradient(node: Node, result: Node) -> bool:
 def _take_weight_gradient(node: Node, result: Node) -> bool:
     gradient, input, weight, _, *geometry, _ = node.args
     values = [each.meta["val"] for each in (gradient, input, result)]
+    if not _are_plain(geometry, *values):
+        return False
     of_gradient, of_input, of_weight = values
     pixels = len(of_gradient) * math.prod(of_gradient.shape[2:])
-    if not _are_plain(geometry, *values) or pixels < _FEWEST_PIXELS:
-        return False
-    if of_weight.shape[1] > _MOST_CHANNELS or of_weight.numel() > _MOST_WEIGHTS or not is_channels_last(of_weight):
+    is_narrow = of_weight.shape[1] <= _MOST_CHANNELS and of_weight.numel() <= _MOST_WEIGHTS
+    if not is_narrow or pixels < _FEWEST_PIXELS or not is_channels_last(of_weight):
         return False
     words = _words(of_input, of_gradient, of_weight, *_of_axes(of_input, geometry), of_weight.stride())
     if not words:

@@ -163,13 +163,15 @@ class Mixed(torch.nn.Module):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "reduce-overhead"}], ids=str)
 def test_a_compiled_model(options):
-    """What the backend runs: an open norm's statistics and sums, and what it leaves to Inductor, with the bytes."""
+    """What the backend runs: a narrow convolution, an open norm's statistics and sums, and what it leaves to Inductor,
+    with the bytes."""
     layers = nn.Conv2d(8, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Flatten(), nn.LayerNorm(256), nn.Linear(256, 8)
     model = nn.Sequential(*layers, nn.SiLU()).bfloat16()
     input = torch.randn(256, 8, 6, 6, dtype=torch.bfloat16)
     explanation = ops.explain(torch.compile(model, backend="normfuse", **options), input, measure_times=not options)
     told = explanation.calls
     assert [(each.direction, each.chain.partition("(")[0], each.steps[0].name) for each in told] == [
+        ("convolution", "image [256, 8, 6, 6], weight [72, 16]", "narrow_convolution_kernel"),
         ("statistics", "group_norm", "statistics_kernel"),
         ("forward", "linear -> add -> silu", "linear_kernel"),
         ("backward", "linear -> add -> silu", "group_norm_backward_kernel"),
