@@ -87,17 +87,14 @@ def _image(node: Node, given: dict[str, Any]) -> Node | None:
     if not (is_plain and isinstance(upsampled, Node) and len(upsampled.users) == 1):
         return None
     image = interpolation.doubled(upsampled)
-    if (
-        image is None
-        or example(image).ndim != 4
-        or weight.shape[2:] != (3, 3)
-        or not precision.is_16_bits_on_hopper(result)
-    ):
+    if image is None or example(image).ndim != 4:
         return None
     samples, channels, height, width = example(image).shape
+    if any(type(size) is not int for size in (channels, *weight.shape)) or weight.shape[2:] != (3, 3):
+        return None
     pixels = height * width * (samples if type(samples) is int else 1)
-    are_many = all(type(each) is int and each >= _FEWEST_CHANNELS for each in (channels, len(weight)))
-    return image if are_many and pixels >= _FEWEST_PIXELS else None
+    is_faster = pixels >= _FEWEST_PIXELS and min(channels, len(weight)) >= _FEWEST_CHANNELS
+    return image if is_faster and precision.is_16_bits_on_hopper(result) else None
 
 
 def _is_one(value: Any) -> bool:

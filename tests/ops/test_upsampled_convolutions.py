@@ -191,6 +191,21 @@ def test_open_batches():
 
 
 @pytest.mark.usefixtures("fresh_compiler", "all_pay")
+def test_open_channels():
+    """They stay PyTorch's, and open."""
+
+    def function(image, weight):
+        return F.conv2d(F.interpolate(image, scale_factor=2), weight, padding=1)
+
+    opened = Opened(function)
+    for outputs in 6, 7, 9:
+        image, weight = torch.randn(2, 4, 5, 7), torch.randn(outputs, 4, 3, 3)
+        torch._dynamo.mark_dynamic(weight, 0)
+        torch.testing.assert_close(opened(image, weight), function(image, weight))
+    assert len(opened.graphs) == 1 and not is_taken(opened)
+
+
+@pytest.mark.usefixtures("fresh_compiler", "all_pay")
 def test_it_is_told():
     told = explain(torch.compile(Block(), backend=normfuse), torch.randn(2, 4, 5, 7))
     assert "as one of the image before F.interpolate" in str(told)
