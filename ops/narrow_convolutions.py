@@ -48,7 +48,7 @@ _MOST_ELEMENTS = 2**30
 
 
 def _read(words: str) -> tuple[list[ConvolvedAxis], tuple[int, ...]]:
-    """The axes of pixels, and the strides of the weight's gradient."""
+    """The axes of pixels, and the strides of the result."""
     written_by, rows, strides = words.split(" | ")
     check(written_by)
     return [ConvolvedAxis(*row) for row in ast.literal_eval(rows)], ast.literal_eval(strides)

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton_kernels.device import IN_INTERPRETER
 from triton_kernels.grid import blocks_of, next_power_of_2
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.narrow_weight_gradient import ConvolvedAxis
+from triton_kernels.narrow_weight_gradient import ConvolvedAxis, geometry_of
 
 #: Channels of a tile, and terms: tensor cores multiply no fewer.
 _FEWEST, _MOST = 16, 128
@@ -121,10 +121,7 @@ def narrow_convolution(
         pixels,
         O=channels,
         C=C,
-        TAPS=tuple(axis.taps for axis in axes),
-        STRIDE=tuple(axis.stride for axis in axes),
-        PADDING=tuple(axis.padding for axis in axes),
-        DILATION=tuple(axis.dilation for axis in axes),
+        **geometry_of(axes),
         BLOCK_O=block_o,
         BLOCK_T=block_t,
         RUN=run,

@@ -8,7 +8,9 @@ pixels. Shares are added up in a second launch, in a fixed order. Images are [B,
 pixels are three axes long.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -41,6 +43,16 @@ class ConvolvedAxis:
     stride: int = 1
     padding: int = 0
     dilation: int = 1
+
+
+def geometry_of(axes: Sequence[ConvolvedAxis]) -> dict[str, Any]:
+    """What kernels are compiled for, by their arguments' names."""
+    return {
+        "TAPS": tuple(axis.taps for axis in axes),
+        "STRIDE": tuple(axis.stride for axis in axes),
+        "PADDING": tuple(axis.padding for axis in axes),
+        "DILATION": tuple(axis.dilation for axis in axes),
+    }
 
 
 @triton.jit
@@ -144,10 +156,7 @@ def narrow_weight_gradient(
         COLUMNS=columns,
         O=channels,
         C=C,
-        TAPS=tuple(axis.taps for axis in axes),
-        STRIDE=tuple(axis.stride for axis in axes),
-        PADDING=tuple(axis.padding for axis in axes),
-        DILATION=tuple(axis.dilation for axis in axes),
+        **geometry_of(axes),
         STAGES=3,
         BLOCK_O=block_o,
         BLOCK_N=block_n,

@@ -36,6 +36,13 @@ class Opened:
     def nodes(self, name):
         return [node for graph in self.graphs for node in graph.graph.nodes if str(node.target) == name]
 
+    def arguments(self, name):
+        """Of the operator's calls, with words first; tensors of random numbers that lie as theirs."""
+        for node in self.nodes(name):
+            words, *others = node.args
+            values = [each.meta["val"] for each in others]
+            yield words, *(torch.randn(each.shape).to(each) for each in values)
+
     def _backend(self, module, inputs):
         self.chains += [each.chain for each in rewrite(module, compiles=True)]
         decompositions = {**torch._decomp.core_aten_decompositions()}

@@ -1,8 +1,6 @@
 """Promise: in compiled graphs, convolutions of few channels and their input gradients are a kernel's where it is faster
 than cuDNN."""
 
-import operator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from ops import explain, narrow_convolutions, precision
 from ops.backend import normfuse
 from ops.narrow_convolutions import CONVOLUTION, take_over
 from tests.ops.opened import Opened
-from tests.ops.test_narrow_weight_gradients import BACKWARD, LAST, Net, aten
+from tests.ops.test_narrow_weight_gradients import BACKWARD, LAST, Net, aten, opcheck, read_again, results_of
 from tests.ops.test_narrow_weight_gradients import graph_of as backward_graph_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -92,10 +90,9 @@ CUDNNS = {
 @pytest.mark.parametrize("options", OURS.values(), ids=OURS)
 def test_ours(options):
     graph = graph_of(**options)
-    before = next(reversed(graph.nodes)).args[0][0].meta["val"]
+    before = results_of(graph)
     (node,) = taken(graph)
-    result = next(reversed(graph.nodes)).args[0][0].meta["val"]
-    assert (result.shape, result.stride(), result.dtype) == (before.shape, before.stride(), before.dtype)
+    assert results_of(graph) == before
     assert not graph.find_nodes(op="call_function", target=aten.convolution.default)
     assert node.meta["eager_input_vals"] == ((node.args[0], *(each.meta["val"] for each in node.args[1:])), {})
 
@@ -127,12 +124,9 @@ OF_INPUT = {
 @pytest.mark.parametrize("options, expected", OF_INPUT.values(), ids=OF_INPUT)
 def test_input_gradients(options, expected):
     graph = backward_graph_of(**options)
-    before = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
+    before = results_of(graph)
     assert len(taken(graph)) == expected
-    results = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
-    assert [(each.shape, each.stride(), each.dtype) for each in results] == [
-        (each.shape, each.stride(), each.dtype) for each in before
-    ]
+    assert results_of(graph) == before
     left = [each.args[-1] for each in graph.nodes if each.target is BACKWARD]
     assert all(wanted[0] is not expected for wanted in left if options.get("wanted", (True,))[0])
 
@@ -207,19 +201,13 @@ def arguments():
     opened = Opened(Smooth(2))
     with torch.autocast("cpu", torch.bfloat16):
         opened(torch.randn(2, 1, 9, 9, requires_grad=True)).sum().backward()
-    values = [node.args for node in opened.nodes("normfuse.narrow_convolution.default")]
-    return [
-        (words, *(torch.randn(each.meta["val"].shape).to(each.meta["val"]) for each in others))
-        for words, *others in values
-    ]
+    return list(opened.arguments("normfuse.narrow_convolution.default"))
 
 
 def test_the_operator(monkeypatch):
     monkeypatch.setattr(narrow_convolutions, "_FEWEST_RESULTS", 1)
     for each in arguments():
-        torch.library.opcheck(
-            CONVOLUTION, each, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        )
+        opcheck(CONVOLUTION, each)
         with FlopCounterMode(display=False) as counter:
             result = CONVOLUTION(*each)
         assert counter.get_total_flops() == 2 * result.numel() * len(each[-1])
@@ -240,9 +228,5 @@ def test_another_version_wrote_it():
 
 def test_a_result_that_is_read_twice():
     graph = backward_graph_of(**OF_INPUT["narrow"][0])
-    output, (node,) = next(reversed(graph.nodes)), graph.find_nodes(op="call_function", target=BACKWARD)
-    with graph.inserting_before(output):
-        again = graph.call_function(operator.getitem, (node, 0))
-    again.meta["val"] = node.meta["val"][0]
-    output.args = ([*output.args[0], again],)
+    read_again(graph, 0)
     assert len(taken(graph)) == 2

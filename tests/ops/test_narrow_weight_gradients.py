@@ -70,6 +70,27 @@ def graph_of(
     return graph
 
 
+def results_of(graph):
+    """Shapes, strides and dtypes of what it returns."""
+    values = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
+    return [(value.shape, value.stride(), value.dtype) for value in values]
+
+
+def read_again(graph, place):
+    """Another node that takes one of the results of the convolution's backward pass, and is returned."""
+    output, (node,) = next(reversed(graph.nodes)), graph.find_nodes(op="call_function", target=BACKWARD)
+    with graph.inserting_before(output):
+        again = graph.call_function(operator.getitem, (node, place))
+    again.meta["val"] = node.meta["val"][place]
+    output.args = ([*output.args[0], again],)
+    return node
+
+
+def opcheck(operator, arguments):
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
 def taken(graph):
     take_over(graph)
     graph.lint()
@@ -116,12 +137,9 @@ CUDNNS = {
 @pytest.mark.parametrize("options", OURS.values(), ids=OURS)
 def test_ours(options):
     graph = graph_of(**options)
-    before = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
+    before = results_of(graph)
     (node,) = taken(graph)
-    results = [each.meta["val"] for each in next(reversed(graph.nodes)).args[0]]
-    assert [(each.shape, each.stride(), each.dtype) for each in results] == [
-        (each.shape, each.stride(), each.dtype) for each in before
-    ]
+    assert results_of(graph) == before
     left = [each.args[-1] for each in graph.nodes if each.target is BACKWARD]
     of_input, _, of_bias = options.get("wanted", (True, True, False))
     assert left == ([[of_input, False, of_bias]] if of_input or of_bias else [])
@@ -137,11 +155,9 @@ def test_cudnns(options):
 
 def test_a_result_that_is_read_twice():
     graph = graph_of()
-    output, (node,) = next(reversed(graph.nodes)), graph.find_nodes(op="call_function", target=BACKWARD)
-    with graph.inserting_before(output):
-        again, unused = (graph.call_function(operator.getitem, (node, 1)) for _ in range(2))
-    again.meta["val"] = node.meta["val"][1]
-    output.args = ([*output.args[0], again],)
+    node = read_again(graph, 1)
+    with graph.inserting_before(next(reversed(graph.nodes))):
+        unused = graph.call_function(operator.getitem, (node, 1))
     assert len(taken(graph)) == 2 and unused.users == {}
 
 
@@ -220,19 +236,13 @@ def arguments():
     opened = Opened(Net(2))
     with torch.autocast("cpu", torch.bfloat16):
         opened(torch.randn(2, 1, 9, 9)).sum().backward()
-    values = [node.args for node in opened.nodes("normfuse.weight_gradient.default")]
-    return [
-        (words, *(torch.randn(each.meta["val"].shape).to(each.meta["val"]) for each in others))
-        for words, *others in values
-    ]
+    return list(opened.arguments("normfuse.weight_gradient.default"))
 
 
 def test_opcheck(monkeypatch):
     monkeypatch.setattr(narrow_convolutions, "_FEWEST_PIXELS", 1)
     for each in arguments():
-        torch.library.opcheck(
-            WEIGHT_GRADIENT, each, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        )
+        opcheck(WEIGHT_GRADIENT, each)
 
 
 def test_calls_that_lie_otherwise(monkeypatch):
