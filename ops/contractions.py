@@ -125,7 +125,7 @@ class Linear(Contraction):
         return wanted[1], wanted[0], len(given.call.chain.biases)  # each for the other's gradient
 
     def keeps(self, given: Arguments) -> bool:
-        return len(given.call.chain.biases) < len(given.call.chain.steps)
+        return not given.call.chain.is_sum
 
     def empty_results(self, given: Arguments, training: bool) -> list[Tensor]:
         (*lead, _), N = given.input.shape, given.weight.shape[0]
@@ -155,8 +155,8 @@ class Linear(Contraction):
         if config is None:
             z = products.affine(input, weight, biases, output.shape)
             statistics = passes.forward(call, others, self._volume(call, z), self._volume(call, output))
-            return [output, z, *statistics] if training else [output]
-        targets: dict[str, Any] = {"output": rows_of(output), "saved": rows_of(kept[0]) if training else None}
+            return [output, z, *statistics] if kept else [output]
+        targets: dict[str, Any] = {"output": rows_of(output), "saved": rows_of(kept[0]) if kept else None}
         options: dict[str, Any] = {"eps": call.eps, "group_size": group_size}
         products.product(input, weight, call.chain, config, given.operands, **options, **targets)
         return [output, *kept]
@@ -164,9 +164,9 @@ class Linear(Contraction):
     def backward(self, given: Arguments, dy: Tensor, kept: Sequence[Tensor], gradients: Arguments) -> Gradients:
         if kept:
             return products.gradients(self._z_gradient(given, dy, kept, gradients), given, gradients)
-        for bias in gradients.vectors:
-            if bias is not None:
-                do(_sum_rows, rows_of(dy), bias)
+        for step, target in zip(given.call.chain.steps, gradients.vectors, strict=True):
+            if target is not None:
+                do(*(_copy, dy) if step.operand == "tensor" else (_sum_rows, rows_of(dy)), target)
         wanted = gradients.input is not None or gradients.weight is not None
         in_dtype = do(Tensor.to, dy, given.dtype) if wanted and dy.dtype != given.dtype else dy
         return products.gradients(contiguous(in_dtype), given, gradients)

@@ -258,6 +258,7 @@ class Prepared:
         self.places = [place for place, each in enumerate(tensors) if each is not None]
         self.read = [place for place in plans.places_read(call, tensors, wanted) if tensors[place] is not None]
         self.specs = specs_of(call, tensors, wanted)
+        self._as_given = _added_last(call)
         self._backwards = plans.Kept()
 
     def run(self, tensors: Sequence[Any]) -> Tensor:
@@ -274,6 +275,15 @@ class Prepared:
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
+        computed = tuple([each and place not in self._as_given for place, each in enumerate(needed)])
+        rest = iter(self._computed(gradient, saved, computed) if any(computed) else ())
+        return [
+            next(rest) if is_computed else gradient.to(spec[1]) if spec and each else None
+            for spec, each, is_computed in zip(self.specs, needed, computed, strict=True)
+        ]
+
+    def _computed(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor]:
+        """The gradients that are needed, which the operator or a plan computes."""
         given = [gradient, *saved]
         # The dispatcher's are calls that were its own before, with tensors that may be negated, and tensors of classes
         # of their own, as those still on their way from another rank.
@@ -282,14 +292,11 @@ class Prepared:
         if key is not None:
             key = needed, plans.settings(gradient), *key
             plan = self._backwards.get(key) or self._backwards.add(key, self._make_backward(gradient, saved, needed))
-            gradients = plan.run(given)
-        else:
-            read, kept = list(saved[: len(self.read)]), list(saved[len(self.read) :])
-            words = write_specs(self._needed(needed), self.read)
-            arguments = self.call.text_in_graph, words, gradient, read, kept
-            gradients = [BACKWARD.one(*arguments)] if sum(needed) == 1 else BACKWARD.default(*arguments)
-        rest = iter(gradients)
-        return [next(rest) if each else None for each in needed]
+            return plan.run(given)
+        read, kept = list(saved[: len(self.read)]), list(saved[len(self.read) :])
+        words = write_specs(self._needed(needed), self.read)
+        arguments = self.call.text_in_graph, words, gradient, read, kept
+        return [BACKWARD.one(*arguments)] if sum(needed) == 1 else BACKWARD.default(*arguments)
 
     def _needed(self, needed: Sequence[bool]) -> list[Spec]:
         return [spec if each else None for spec, each in zip(self.specs, needed, strict=True)]
@@ -299,6 +306,19 @@ class Prepared:
         for place, each in zip(self.read, saved, strict=False):
             row[place] = each
         return plans.make_backward(self.call, gradient, saved[len(self.read) :], row, self._needed(needed))
+
+
+def _added_last(call: Call) -> set[int]:
+    """Which of a call's tensors in a row, of the result's shape, are added last: their gradient is the result's."""
+    steps = [step for step in call.chain.steps if step.has_tensor]
+    places: set[int] = set()
+    for step in reversed(call.chain.steps if not call.chain.reduction else ()):
+        if not step.adds:
+            break
+        if step.operand == "tensor":
+            places.add(1 + len(steps))
+        steps.pop()
+    return places
 
 
 def refuse_second_derivative(name: str) -> None:

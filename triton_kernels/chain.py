@@ -137,6 +137,11 @@ class Chain:
         return kinds.index(False) if False in kinds else len(kinds)
 
     @cached_property
+    def is_sum(self) -> bool:
+        """Whether all that it does is add. Then the gradient of each term is the result's, or sums of that."""
+        return not self.norm and all(step.adds and step.operand != "sample" for step in self.steps)
+
+    @cached_property
     def steps(self) -> tuple[Pointwise, ...]:
         """All pointwise functions in order: ``biases``, ``activation`` and ``last``."""
         return self._first + self.last
