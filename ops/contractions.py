@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ops import convolution, direct_convolution, passes, products
 from ops.calls import Arguments, Call, as_volume, contiguous, rows_of
 from ops.convolution import memory_format
-from triton_kernels import row_minimum, row_minimum_backward
+from triton_kernels import row_minimum, row_minimum_backward, row_minimum_order
 from triton_kernels.chain import Chain
 from triton_kernels.grid import blocks_of
 from triton_kernels.group_norm import column_tiles, group_norm
@@ -229,7 +229,7 @@ class ReducedLinear(Linear):
         group_size = N // num_groups
         winner = column, _, _ = _winner(contiguous(kept[0]), M, group_size)
         columns = dy.squeeze(1).unsqueeze(0) if dy.ndim == 2 else dy[0, :, :, 0]
-        row_partials, order, offsets = row_minimum_backward.sums_and_order(
+        row_partials, order, offsets = row_minimum_order.sums_and_order(
             columns, column, num_groups, group_size, gradients.bias
         )
         minimum_gradient, z_gradient = row_minimum_backward.winner_backward(

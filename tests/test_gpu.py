@@ -39,7 +39,7 @@ from tests.chains import (
     with_layout,
 )
 from tests.gpu import DEVICE, arguments_of, assert_same_bits
-from triton_kernels import row_minimum_backward
+from triton_kernels import row_minimum_order
 
 pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -242,11 +242,11 @@ def test_group_of_more_blocks_than_y_takes():
 
 def test_many_rows_of_minima():
     """More rows than are ranked by counting: they are sorted."""
-    rows = row_minimum_backward._MOST_RANKED_ROWS + 100
+    rows = row_minimum_order._MOST_RANKED_ROWS + 100
     check_training(L75, arguments_of(L75, Problem(rows, 64, 32, 16), torch.bfloat16))
     column = torch.randint(0, 512, (rows,), device=DEVICE, dtype=torch.int32)
     gradient = torch.zeros(1, rows, device=DEVICE)
-    _, order, offsets = row_minimum_backward.sums_and_order(gradient, column, 32, 16, None)
+    _, order, offsets = row_minimum_order.sums_and_order(gradient, column, 32, 16, None)
     groups = (column // 16).long()
     assert torch.equal(order.long(), groups.argsort(stable=True))
     assert torch.equal(offsets[1:].long(), groups.bincount(minlength=32).cumsum(0))

@@ -23,7 +23,7 @@ from tests.chains import (
     make_arguments,
 )
 from tests.compilation import norm_configs
-from triton_kernels import chains, column_sums, grid, group_norm, row_minimum, row_minimum_backward
+from triton_kernels import chains, column_sums, grid, group_norm, row_minimum, row_minimum_backward, row_minimum_order
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LIMITS = (2**31 - 1, 65535, 65535)
@@ -79,7 +79,7 @@ def test_row_minimum(grids, shape, group_size):
     winner = row_minimum.empty_winner(rows, group_size, META)
     row_minimum.finish(keys, saved, empty(channels), empty(channels, rows), winner, group_size)
     groups, bias_gradient = max(1, channels // group_size), empty(channels)
-    row_minimum_backward.sums_and_order(empty(channels, rows), winner[0], groups, group_size, bias_gradient)
+    row_minimum_order.sums_and_order(empty(channels, rows), winner[0], groups, group_size, bias_gradient)
 
 
 @by_shape
@@ -124,5 +124,5 @@ def test_nothing_is_stored_past_the_end(monkeypatch):
     chain, options = chains.LINEAR_GROUP_NORM_MIN, {"output": keys, "saved": saved}
     group_norm.group_norm(torch.randn(5, 40), 5, chain, (None,) * 3, 1e-5, config, **options)
     column, bias_gradient = torch.arange(5, dtype=torch.int32), torch.empty(5 * 64)
-    row_minimum_backward.sums_and_order(torch.randn(5 * 64, 5), column, 5, 8, bias_gradient)
+    row_minimum_order.sums_and_order(torch.randn(5 * 64, 5), column, 5, 8, bias_gradient)
     assert len(stored) > 4 and all((memory == 7).all() for memory in stored)

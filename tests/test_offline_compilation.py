@@ -19,7 +19,16 @@ from autotune_configs.offline import compile_launches
 from autotune_configs.problem import Problem
 from tests.compilation import ARCHITECTURES, MATRIX_INSTRUCTIONS, META, by_architecture, more_spills, norm_configs
 from tests.triton_kernels.test_chain import CHAINS
-from triton_kernels import activations, arithmetic, chains, column_sums, group_norm, row_minimum, row_minimum_backward
+from triton_kernels import (
+    activations,
+    arithmetic,
+    chains,
+    column_sums,
+    group_norm,
+    row_minimum,
+    row_minimum_backward,
+    row_minimum_order,
+)
 from triton_kernels.chain import Chain, chain_of
 from triton_kernels.linear import FLOAT32_INPUT_PRECISION, LinearConfig, linear
 from triton_kernels.pointwise import ADD, GELU, MUL
@@ -295,7 +304,7 @@ def row_minimum_launches(dtype, group_size):
         winner = row_minimum.empty_winner(M, group_size, META) if save else None
         row_minimum.finish(keys, tile_saved, vector, weight[:, :M], winner, group_size, vector, vector)
     column = winner[0]
-    row_partials, order, offsets = row_minimum_backward.sums_and_order(
+    row_partials, order, offsets = row_minimum_order.sums_and_order(
         torch.empty(N, M, dtype=dtype, device=META), column, N // group_size, group_size, vector
     )
     minimum_gradient, z_gradient = row_minimum_backward.winner_backward(row_partials, winner, vector, group_size)

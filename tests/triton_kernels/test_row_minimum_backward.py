@@ -5,6 +5,7 @@ import torch
 
 from tests.chains import with_layout
 from triton_kernels import row_minimum_backward as backward
+from triton_kernels import row_minimum_order
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,20 +24,20 @@ def winners(rows, groups, group_size, seed=0):
 def sums_of(gradient):
     """Those over blocks of channels, and over the rows; each row's minimum lies in the first column."""
     column, over_rows = torch.zeros(gradient.shape[1], dtype=torch.int32), torch.full(gradient.shape[:1], torch.nan)
-    return backward.sums_and_order(gradient, column, 1, gradient.shape[0], over_rows)[0], over_rows
+    return row_minimum_order.sums_and_order(gradient, column, 1, gradient.shape[0], over_rows)[0], over_rows
 
 
 def order_of(column, groups, group_size):
     """The rows by group, and where each begins."""
     gradient = torch.zeros(groups * group_size, column.numel())
-    return backward.sums_and_order(gradient, column, groups, group_size, None)[1:]
+    return row_minimum_order.sums_and_order(gradient, column, groups, group_size, None)[1:]
 
 
 @pytest.mark.parametrize("programs", [1, 4, 256])
 @pytest.mark.parametrize("channels, rows", [(1, 1), (5, 300), (200, 3), (130, 257), (3, 2100)])
 def test_output_gradient_sums(channels, rows, programs, monkeypatch):
     """Over blocks of channels, and over the rows, which may be shared out."""
-    monkeypatch.setattr(backward, "_OUTPUT_GRADIENT_PROGRAMS", programs)
+    monkeypatch.setattr(row_minimum_order, "_OUTPUT_GRADIENT_PROGRAMS", programs)
     for layout in ("contiguous", "transposed", "expanded", "strided"):
         gradient = with_layout(draw(channels, rows), layout)
         over_channels, over_rows = sums_of(gradient)
@@ -87,7 +88,7 @@ def test_winner_backward(rows, groups, group_size, blocks, affine):
 def test_order(rows, groups, group_size, sorts, monkeypatch):
     """Ranked by counting, and sorted where there are more rows: a stable order by group, and where each begins."""
     if sorts:
-        monkeypatch.setattr(backward, "_MOST_RANKED_ROWS", 0)
+        monkeypatch.setattr(row_minimum_order, "_MOST_RANKED_ROWS", 0)
     column = winners(rows, groups, group_size)[0]
     order, offsets = order_of(column, groups, group_size)
     assert order.dtype == offsets.dtype == torch.int32
