@@ -10,7 +10,9 @@ backward pass, and all that is elementwise is PyTorch's functions, which Inducto
 
 ``x`` is what the steps before the norm make of the input, ``centre`` the mean of a channel's group and ``scale`` its
 reciprocal standard deviation times the weight. slope = -rstd**3 * mean(d * weight * (x - centre)) and
-shift = -rstd * mean(d * weight), over each group. Of an image's size the backward pass needs the input alone.
+shift = -rstd * mean(d * weight), over each group. Of an image's size the backward pass needs the input alone. Vectors
+that are added right before the norm of a 16-bit image are subtracted from ``centre`` instead, once for each channel
+(``folded``).
 """
 
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ from ops.operators import (
 )
 from ops.plan import Plan
 from triton_kernels.chain import Chain
+from triton_kernels.image_statistics import folded
 from triton_kernels.reference import apply_steps
 
 Tensor = torch.Tensor
@@ -124,7 +127,8 @@ def _forward(call: Call, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
     read = Arguments.of(call, row).vectors[: call.chain.norm_place + 1]
     statistics = torch.ops.normfuse.statistics.default(of_statistics.text_in_graph, present([row[0], *read]))
     steps, operands, place = call.chain.steps, _operands(call, row), call.chain.norm_place
-    values = _normalized(apply_steps(steps[:place], values, operands[:place]), statistics)
+    first = place - folded(call.chain, row[0].dtype)
+    values = _normalized(apply_steps(steps[:first], values, operands[:first]), statistics)
     values = apply_steps(steps[place + 1 :], values, operands[place + 1 :])
     return values.to(call.result or row[0].dtype), statistics
 
@@ -194,16 +198,17 @@ def _gradients_before(
 ) -> list[Tensor | None]:
     """The gradients of the input and of the steps' operands before the norm."""
     place, steps, operands = call.chain.norm_place, call.chain.steps, _operands(call, row)
+    first = place - folded(call.chain, row[0].dtype)
     (centre, scale), (slope, shift) = _of_channels(statistics, row[0]), _of_channels(factors, row[0])
     with torch.enable_grad():
         pairs = zip(row, specs, strict=False)
         leaves = [each.detach().float().requires_grad_() if spec else None for each, spec in pairs]
         taken = iter(leaves[2:])
-        for number, step in enumerate(steps[:place]):
+        for number, step in enumerate(steps[:first]):
             leaf = next(taken) if step.has_tensor else None
             operands[number] = operands[number] if leaf is None else leaf
         input = row[0].float() if leaves[0] is None else leaves[0]
-        x = apply_steps(steps[:place], input, operands[:place])
+        x = apply_steps(steps[:first], input, operands[:first])
         centred = x.detach() - centre
         values = (centred * scale).requires_grad_()
         result = apply_steps(steps[place + 1 :], values, operands[place + 1 :])

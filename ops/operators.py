@@ -278,7 +278,7 @@ class Prepared:
         computed = tuple([each and place not in self._as_given for place, each in enumerate(needed)])
         rest = iter(self._computed(gradient, saved, computed) if any(computed) else ())
         return [
-            next(rest) if is_computed else gradient.to(spec[1]) if spec and each else None
+            next(rest) if is_computed else gradient.to(spec[1], copy=True) if spec and each else None
             for spec, each, is_computed in zip(self.specs, needed, computed, strict=True)
         ]
 
@@ -309,10 +309,14 @@ class Prepared:
 
 
 def _added_last(call: Call) -> set[int]:
-    """Which of a call's tensors in a row, of the result's shape, are added last: their gradient is the result's."""
+    """Which of a call's tensors in a row, of the result's shape, are added last: their gradient is the result's.
+
+    They get a copy, of which a graph's compiler makes what it likes: a leaf keeps its gradient without one, and behind
+    a view (as of rows) nothing tells that another's is the same memory.
+    """
     steps = [step for step in call.chain.steps if step.has_tensor]
     places: set[int] = set()
-    for step in reversed(call.chain.steps if not call.chain.reduction else ()):
+    for step in reversed(call.chain.steps):
         if not step.adds:
             break
         if step.operand == "tensor":

@@ -6,6 +6,7 @@ read, in float32, and rounds one every few sums. So do graphs in which statistic
 and convolutions write them, and add them up themselves.
 """
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +44,16 @@ def read_terms(graph: Graph) -> None:
             written.add(_source(image))
             continue
         kinds = [_kind(each.meta["val"], image.meta["val"]) for each in read[1:]]
-        node.args = _with_steps(node.args[0], kinds), [*read, *others]
-        _normalize_the_same(image, read)
+        text, subtractions = _with_steps(node.args[0], kinds), _subtractions(node)
+        count = parse(text).chain.added_last - parse(node.args[0]).chain.added_last
+        if count and not subtractions:
+            continue
+        node.args = text, [*read, *others]
+        if count:  # the means are without these vectors (``folded`` in triton_kernels.image_statistics)
+            for each in subtractions:
+                each.args = _total_before(each, read[:-count]), each.args[1]
+        else:
+            _normalize_the_same(image, read)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -93,11 +102,31 @@ def _normalize_the_same(image: Node, read: list[Node]) -> None:
     for cast in list(image.users):
         if cast.target is not CAST or cast.meta["val"].dtype != torch.float32:
             continue
-        with cast.graph.inserting_before(cast):
-            total, *rest = (call_like(cast, CAST, each, torch.float32) for each in read)
-            for each in rest:
-                total = call_like(cast, aten.add.Tensor, total, each)
-        cast.replace_all_uses_with(total)
+        cast.replace_all_uses_with(_total_before(cast, read))
+
+
+def _total_before(node: Node, read: list[Node]) -> Node:
+    """The sum of these in float32."""
+    with node.graph.inserting_before(node):
+        total, *rest = (call_like(node, CAST, each, torch.float32) for each in read)
+        for each in rest:
+            total = call_like(node, aten.add.Tensor, total, each)
+    return total
+
+
+def _subtractions(statistics: Node) -> list[Node]:
+    """The nodes that subtract the means in these, or none where something else is done with them."""
+    found: list[Node] = []
+    views = [statistics]
+    for view in views:
+        for user in view.users:
+            if operator_name(user) in VIEWS or user.target is operator.getitem:
+                views.append(user)
+            elif user.target is aten.sub.Tensor and user.args[1] is view and not user.kwargs:
+                found.append(user)
+            elif user.target is not aten.mul.Tensor:
+                return []
+    return found
 
 
 def _source(node: Node) -> Node:

@@ -234,6 +234,10 @@ def store_of_channels(
     GROUP_SIZE: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
+    operands=(),  # of CHAIN's steps, of which FIRST to END add what is subtracted from the first values
+    CHAIN: tl.constexpr = None,
+    FIRST: tl.constexpr = 0,
+    END: tl.constexpr = 0,
 ):
     """Store the values of each channel's group, BLOCK of its channels at a time."""
     if targets is not None:
@@ -244,10 +248,15 @@ def store_of_channels(
             inside = real[:, None] & (place < GROUP_SIZE)[None, :]
             c = groups.to(tl.int64)[:, None] * GROUP_SIZE + place[None, :]
             target = sample.to(tl.int64) * num_groups * GROUP_SIZE + c
+            value = tl.broadcast_to(values[0][:, None], inside.shape)
+            for i in tl.static_range(FIRST, END):
+                if operands[i] is not None:
+                    of_channel = c if CHAIN.steps[i].operand == "vector" else target
+                    value -= tl.load(operands[i] + of_channel, mask=inside, other=0.0).to(tl.float32)
             last = tl.broadcast_to(values[1][:, None], inside.shape)
             if weight is not None:
                 last *= tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-            tl.store(targets[0] + target, tl.broadcast_to(values[0][:, None], inside.shape), mask=inside)
+            tl.store(targets[0] + target, value, mask=inside)
             tl.store(targets[1] + target, last, mask=inside)
 
 

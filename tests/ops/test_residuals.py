@@ -2,6 +2,7 @@
 near to float32 as Inductor's."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from tests.ops.opened import Opened
 
 STATISTICS = torch.ops.normfuse.statistics.default
 aten = torch.ops.aten
-ADD, CONVOLUTION, DIV, MUL, RELU, VIEW = (
+ADD, CONVOLUTION, DIV, MUL, RELU, SUB, VIEW = (
     getattr(aten, name).default if name in ("convolution", "relu", "view") else getattr(aten, name).Tensor
-    for name in ("add", "convolution", "div", "mul", "relu", "view")
+    for name in ("add", "convolution", "div", "mul", "relu", "sub", "view")
 )
 TEXT = "group_norm(4, 1e-05) -> no mul -> no add"
 SHAPE = 2, 8, 6, 5
@@ -49,8 +50,15 @@ class Sketch:
         return self.call(CONVOLUTION, image, self.input(8, 8, 1, 1), bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
     def statistics(self, image, text=TEXT, *others):
-        self._results.append(self.call(STATISTICS, text, [image, *others]))
-        return self._results[-1]
+        """Of a norm that is a result."""
+        found = self.call(STATISTICS, text, [image, *others])
+        samples, channels, *pixels = image.meta["val"].shape
+        last = self.call(aten.slice.Tensor, self.call(VIEW, found, [-1]), 0, -2 * samples * channels)
+        both = self.call(aten.unbind.int, self.call(VIEW, last, [2, samples, channels, *[1] * len(pixels)]))
+        centre, scale = (self.call(operator.getitem, both, place) for place in range(2))
+        centred = self.call(SUB, self.call(CAST, image, torch.float32), centre)
+        self._results.append(self.call(MUL, centred, scale))
+        return found
 
     def read(self):
         """By statistics: the steps before the norm, and what it reads, once the pass has run."""
@@ -67,6 +75,46 @@ def test_terms_of_a_sum():
     total = sketch.call(ADD, sketch.call(ADD, x, vector), sketch.call(ADD, samples, y))
     sketch.statistics(total)
     assert sketch.read() == [("add tensor -> add -> add sample", [x, y, vector, samples])]
+
+
+def terms(node):
+    """What a sum of casts is of."""
+    if node.target is ADD:
+        return [each for part in node.args for each in terms(part)]
+    assert node.target is CAST
+    return [node.args[0]]
+
+
+def subtracted_from(sketch):
+    """By norm: the sum from which the means are subtracted."""
+    return [terms(node.args[0]) for node in sketch._graph.nodes if node.target is SUB]
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+def test_means_are_without_vectors_added_last(with_image):
+    """They are subtracted from the rest, once for each channel. Another norm has a step behind the vectors."""
+    sketch = Sketch()
+    x, y = sketch.input(), sketch.input()
+    vector, samples, own = sketch.input(8, 1, 1), sketch.input(2, 8), sketch.input(8)
+    total = sketch.call(ADD, sketch.call(ADD, x, y) if with_image else x, vector)
+    sketch.statistics(total, "add -> add sample -> group_norm(4, 1e-05) -> no mul -> no add", own, samples)
+    sketch.statistics(total, "add -> silu -> group_norm(4, 1e-05) -> no mul -> no add", own)
+    images, steps = ([x, y], ["add tensor"]) if with_image else ([x], [])
+    assert sketch.read() == [
+        (" -> ".join([*steps, "add", "add", "add sample"]), [*images, vector, own, samples]),
+        (" -> ".join([*steps, "add", "add", "silu"]), [*images, vector, own]),
+    ]
+    assert subtracted_from(sketch) == [images, [*images, vector]]
+
+
+def test_means_that_something_else_reads():
+    """Those must stay the image's, and so does what they are of."""
+    sketch = Sketch()
+    total = sketch.call(ADD, sketch.input(), sketch.input(8, 1, 1))
+    found = sketch.statistics(total)
+    sketch._results.append(sketch.call(RELU, found))
+    assert sketch.read() == [("", [total])]
+    assert subtracted_from(sketch) == [[total]]
 
 
 def test_what_a_call_does_follows():
@@ -222,6 +270,28 @@ def test_the_norm_has_the_sum_that_its_statistics_are_of(fresh_compiler):
         _, result = torch.compile(function, backend="normfuse")(*arguments)
     assert len(opened.nodes("normfuse.statistics.default")[0].args[1]) == 2
     assert result.abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("before", [lambda x: x, F.silu], ids=["nothing", "silu"])
+@pytest.mark.parametrize("norms", [1, 2])
+def test_norms_of_an_image_with_a_vector(before, norms, fresh_compiler):
+    """That others read, so that it is no step of theirs."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 8, 1).bfloat16()
+    vectors = torch.randn(2, 8, 1, 1).mul(3).bfloat16()
+
+    def function(x, dtype=None):
+        image = model(x) + vectors.to(dtype)
+        norm = F.group_norm(before(image), 4)
+        return image, F.silu(norm if norms == 1 else norm + F.group_norm(image + vectors[1].to(dtype), 2))
+
+    x = torch.randn(SHAPE).bfloat16().contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        found = Opened(function)(x)
+        model.double()
+        expected = function(x.double(), torch.float64)
+    for each, right in zip(found, expected, strict=True):
+        assert (each - right).norm() < 1e-2 * right.norm()
 
 
 @pytest.mark.parametrize("number", [3, 3.0])

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
 from ops import pointwise as p
+from ops.calls import parse
+from ops.operators import write_specs
 from tests.chains import (
     BIAS_HARDTANH_MISH,
     BLOCKS,
@@ -255,6 +257,36 @@ def test_nothing_for_sums(of_shift, of_residual):
         torch.testing.assert_close(found[name].double(), each, rtol=1e-2, atol=1e-1, msg=name)
 
 
+@pytest.mark.parametrize("setting", ["highest", "high"])
+def test_values_of_sums(setting):
+    """Where a kernel multiplies and where the library does, with one value for all among the terms."""
+    torch.set_float32_matmul_precision(setting)
+    torch.manual_seed(0)
+    shapes = (19, 13), (24, 13), (), (19, 24)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def function(input, weight, shift, residual):
+        return ops.linear(input, weight, after=(p.add(shift), p.add(residual)))
+
+    output, kept = saved_tensors(lambda **_: function(*leaves), dict(zip("abcd", leaves, strict=True)))
+    assert kept == []
+    given = torch.randn_like(output)
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    expected = torch.autograd.grad(function(*exact), exact, given.double())
+    for each, right in zip(torch.autograd.grad(output, leaves, given), expected, strict=True):
+        torch.testing.assert_close(each.double(), right, rtol=1e-4, atol=1e-4)
+
+
+def test_the_operator_has_the_gradient_of_every_term():
+    text = parse("linear -> add -> add tensor").text_in_graph
+    dy, input, weight = torch.randn(5, 8), torch.randn(5, 3), torch.randn(8, 3)
+    wanted = write_specs([(None, torch.float32)] * 2 + [((8,), torch.float32), (None, torch.bfloat16), None], (0, 1))
+    found = torch.ops.normfuse.backward(text, wanted, dy, [input, weight], [])
+    expected = dy @ weight, dy.T @ input, dy.sum(0), dy.bfloat16()
+    for each, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, right, rtol=1e-5, atol=1e-5)
+
+
 class Operators(TorchDispatchMode):
     """Notes the names of this project's operators, and how many results each has."""
 
@@ -296,3 +328,32 @@ def test_gradients_that_are_the_results(after, computed, sees):
     expected = torch.autograd.grad(values, exact[: 1 + len(used)], given.double())
     for each, right in zip(found, expected, strict=True):
         torch.testing.assert_close(each.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_computed_for_the_tensor_alone():
+    input, residual = torch.randn(5, 8, 3), torch.randn(5, 8, 3, requires_grad=True)
+    with Operators() as seen:
+        output = ops.group_norm(input, 2, after=(p.add(residual),))
+        (found,) = torch.autograd.grad(output, residual, given := torch.randn_like(output))
+    assert torch.equal(found, given) and [name for name, _ in seen.names] == ["forward"]
+
+
+HEADS = {
+    "linear": lambda x, w, *tensors: ops.linear(x, w, after=tuple(map(p.add, tensors))),
+    "layer_norm": lambda x, w, *tensors: ops.layer_norm(x, x.shape[-1:], after=tuple(map(p.add, tensors))),
+    "group_norm": lambda x, w, *tensors: ops.group_norm(x, 2, after=tuple(map(p.add, tensors))),
+}
+
+
+@pytest.mark.parametrize("sees", [True, False], ids=["operators", "plans"])
+@pytest.mark.parametrize("head", HEADS)
+def test_gradients_have_memory_of_their_own(head, sees):
+    """Leaves that are added last: neither is another's, nor the caller's, though rows are views."""
+    x, w = torch.randn(2, 4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    tensors = [torch.zeros(2, 4, 4, requires_grad=True) for _ in range(2)]
+    given = torch.ones(2, 4, 4)
+    with Operators() if sees else nullcontext():
+        for _ in range(2):
+            HEADS[head](x, w, *tensors).backward(given)
+    tensors[0].grad.zero_()
+    assert torch.equal(given, torch.ones(2, 4, 4)) and torch.equal(tensors[1].grad, 2 * given)
