@@ -147,6 +147,18 @@ def test_no_pass_for_what_is_added(name):
     assert not totals and "normfuse.sums.default" in opened.names()
 
 
+@pytest.mark.parametrize("name", ["time embedding", "bias before", "vectors before", "several before"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_to_16_bit_images(name, dtype):
+    """It is subtracted from the means, once for each channel, and the means from what comes before it."""
+    function, shapes, _ = FUNCTIONS[name]
+    opened = Opened(function)
+    evaluated(opened, [draw(*SHAPE, dtype=dtype), *(draw(*shape, dtype=dtype) for shape in shapes)])
+    forward = opened.graphs[0].graph
+    centred = next(node for node in forward.nodes if str(node.target) == "aten.sub.Tensor")
+    assert (str(centred.args[0].target) == "aten.add.Tensor") == (dtype == torch.float32)
+
+
 def test_what_is_added_to_norms_of_a_channel_each():
     """It changes nothing, and its gradient is 0 up to rounding."""
 
@@ -163,6 +175,13 @@ def test_equal_values_leave_nothing():
     opened = Opened(lambda x, c: F.group_norm(x + c[:, None, None], 4))
     x, c = torch.full(SHAPE, 0.3), torch.full(VECTOR, 1e4 / 3)
     assert torch.equal(opened(x, c), torch.zeros(SHAPE))
+
+
+def test_a_vector_alone_leaves_nothing():
+    """As of a convolution whose weight is 0, in 16 bits."""
+    opened = Opened(lambda x, c: F.group_norm(x + c[:, None, None], CHANNELS))
+    x, c = torch.zeros(SHAPE).bfloat16(), torch.full(VECTOR, 1e4 / 3).bfloat16()
+    assert torch.equal(opened(x, c), torch.zeros(SHAPE).bfloat16())
 
 
 def test_outliers_and_large_means():
