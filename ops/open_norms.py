@@ -11,8 +11,7 @@ backward pass, and all that is elementwise is PyTorch's functions, which Inducto
 ``x`` is what the steps before the norm make of the input, ``centre`` the mean of a channel's group and ``scale`` its
 reciprocal standard deviation times the weight. slope = -rstd**3 * mean(d * weight * (x - centre)) and
 shift = -rstd * mean(d * weight), over each group. Of an image's size the backward pass needs the input alone. Vectors
-that are added right before the norm of a 16-bit image are subtracted from ``centre`` instead, once for each channel
-(``folded``).
+that are added right before the norm of a 16-bit image are subtracted from ``centre`` instead, once for each channel.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ from ops.operators import (
 )
 from ops.plan import Plan
 from triton_kernels.chain import Chain
-from triton_kernels.image_statistics import folded
 from triton_kernels.reference import apply_steps
 
 Tensor = torch.Tensor
@@ -66,10 +64,24 @@ def _of_statistics(call: Call) -> Call:
 _plans = plans.Kept()
 
 
-def statistics_plan(text: str, tensors: Sequence[Tensor]) -> Plan:
+def _are_apart(image: Tensor) -> bool:
+    """Whether vectors that are added right before the norm of this image are subtracted from the means instead: of one
+    that is less precise than these."""
+    return image.dtype.itemsize == 2
+
+
+def _end_of_image(call: Call, image: Tensor) -> int:
+    """The step from which on, up to the norm, nothing is done to the image."""
+    return call.chain.norm_place - (call.chain.added_last if _are_apart(image) else 0)
+
+
+def statistics_plan(text: str, tensors: Sequence[Tensor], are_apart: bool) -> Plan:
     """The plan that the operator ``statistics`` runs for these arguments."""
-    key = text, plans.settings(tensors[0]), *layouts_of(tensors)
-    return _plans.get(key) or _plans.add(key, plans.make_statistics(call := parse(text), spread(call, tensors)))
+    key = text, are_apart, plans.settings(tensors[0]), *layouts_of(tensors)
+    if (plan := _plans.get(key)) is None:
+        call = parse(text)
+        plan = _plans.add(key, plans.make_statistics(call, spread(call, tensors), are_apart))
+    return plan
 
 
 def sums_plan(text: str, wanted: str, gradient: Tensor, statistics: Tensor, tensors: Sequence[Tensor]) -> Plan:
@@ -82,7 +94,7 @@ def sums_plan(text: str, wanted: str, gradient: Tensor, statistics: Tensor, tens
     return plan
 
 
-def _fake_statistics(text: str, tensors: list[Tensor]) -> list[Tensor]:
+def _fake_statistics(text: str, tensors: list[Tensor], are_apart: bool) -> list[Tensor]:
     samples, channels = tensors[0].shape[:2]
     return [tensors[0].new_empty(2 * samples * (parse(text).num_groups + channels), dtype=torch.float32)]
 
@@ -95,7 +107,7 @@ def _fake_sums(text: str, wanted: str, gradient: Tensor, statistics: Tensor, ten
 
 define(
     "statistics",
-    "(str call, Tensor[] tensors) -> Tensor",
+    "(str call, Tensor[] tensors, bool are_apart) -> Tensor",
     statistics_plan,
     _fake_statistics,
     "statistics",
@@ -125,10 +137,12 @@ def _forward(call: Call, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
     # Before the operator, which nothing is fused with: what reads an input behind such a one, the partitioner keeps.
     values = row[0].float()
     read = Arguments.of(call, row).vectors[: call.chain.norm_place + 1]
-    statistics = torch.ops.normfuse.statistics.default(of_statistics.text_in_graph, present([row[0], *read]))
+    statistics = torch.ops.normfuse.statistics.default(
+        of_statistics.text_in_graph, present([row[0], *read]), _are_apart(row[0])
+    )
     steps, operands, place = call.chain.steps, _operands(call, row), call.chain.norm_place
-    first = place - folded(call.chain, row[0].dtype)
-    values = _normalized(apply_steps(steps[:first], values, operands[:first]), statistics)
+    end = _end_of_image(call, row[0])
+    values = _normalized(apply_steps(steps[:end], values, operands[:end]), statistics)
     values = apply_steps(steps[place + 1 :], values, operands[place + 1 :])
     return values.to(call.result or row[0].dtype), statistics
 
@@ -198,17 +212,17 @@ def _gradients_before(
 ) -> list[Tensor | None]:
     """The gradients of the input and of the steps' operands before the norm."""
     place, steps, operands = call.chain.norm_place, call.chain.steps, _operands(call, row)
-    first = place - folded(call.chain, row[0].dtype)
+    end = _end_of_image(call, row[0])
     (centre, scale), (slope, shift) = _of_channels(statistics, row[0]), _of_channels(factors, row[0])
     with torch.enable_grad():
         pairs = zip(row, specs, strict=False)
         leaves = [each.detach().float().requires_grad_() if spec else None for each, spec in pairs]
         taken = iter(leaves[2:])
-        for number, step in enumerate(steps[:first]):
+        for number, step in enumerate(steps[:end]):
             leaf = next(taken) if step.has_tensor else None
             operands[number] = operands[number] if leaf is None else leaf
         input = row[0].float() if leaves[0] is None else leaves[0]
-        x = apply_steps(steps[:first], input, operands[:first])
+        x = apply_steps(steps[:end], input, operands[:end])
         centred = x.detach() - centre
         values = (centred * scale).requires_grad_()
         result = apply_steps(steps[place + 1 :], values, operands[place + 1 :])

@@ -183,12 +183,13 @@ class Differentiation:
             add_up([self._of_samples[place] for place in shared], [self._gradients[place] for place in shared])
 
 
-def open_statistics(call: Call, operands: Operands, image: Tensor, found: Tensor) -> None:
-    """Write an open norm's statistics: mean and rstd of each group, then centre and scale of each channel."""
+def open_statistics(call: Call, operands: Operands, image: Tensor, are_apart: bool, found: Tensor) -> None:
+    """Write an open norm's statistics: mean and rstd of each group, then centre and scale of each channel. Vectors that
+    are added right before the norm ``are_apart`` where centres are without them."""
     samples, channels, _ = image.shape
     of_groups, of_channels = _parts(found, samples, call.num_groups)
     config = image_norm_config("image_statistics", channels // call.num_groups, image)
-    options: dict[str, Any] = {"channels": of_channels, "statistics": of_groups}
+    options: dict[str, Any] = {"channels": of_channels, "are_apart": are_apart, "statistics": of_groups}
     image_statistics(image, call.num_groups, call.eps, config, call.chain, operands, **options)
 
 

@@ -83,8 +83,9 @@ def empty_gradient(spec: Any, gradient: Tensor) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=gradient.device)
 
 
-def make_statistics(call: Call, tensors: Sequence[Tensor | None]) -> Plan:
-    """The plan of an open norm's statistics: mean and rstd [2, B * G], then centre and scale [2, B * C], in a row."""
+def make_statistics(call: Call, tensors: Sequence[Tensor | None], are_apart: bool) -> Plan:
+    """The plan of an open norm's statistics: mean and rstd [2, B * G], then centre and scale [2, B * C], in a row.
+    ``are_apart`` as for ``passes.open_statistics``."""
     call = _precise(call, Arguments.of(call, tensors).dtype, tensors)
 
     def write(stand_ins):
@@ -92,7 +93,7 @@ def make_statistics(call: Call, tensors: Sequence[Tensor | None]) -> Plan:
         image = as_volume(arguments.input)
         samples, channels, _ = image.shape
         found = torch.empty(2 * samples * (call.num_groups + channels), dtype=torch.float32, device=image.device)
-        passes.open_statistics(call, arguments.operands_of_images, image, found)
+        passes.open_statistics(call, arguments.operands_of_images, image, are_apart, found)
         return [found]
 
     return made(tensors, write)

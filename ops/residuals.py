@@ -38,18 +38,18 @@ def read_terms(graph: Graph) -> None:
         return  # a convolution that Inductor writes itself adds a residual to its result
     written: set[Node] = set()  # what statistics read, so that it is in memory
     for node in found:
-        image, *others = node.args[1]
+        words, (image, *others), are_apart = node.args
         read = _terms(image, written)
         if read == [image]:
             written.add(_source(image))
             continue
         kinds = [_kind(each.meta["val"], image.meta["val"]) for each in read[1:]]
-        text, subtractions = _with_steps(node.args[0], kinds), _subtractions(node)
-        count = parse(text).chain.added_last - parse(node.args[0]).chain.added_last
+        text, subtractions = _with_steps(words, kinds), _subtractions(node)
+        count = parse(text).chain.added_last - parse(words).chain.added_last if are_apart else 0
         if count and not subtractions:
             continue
-        node.args = text, [*read, *others]
-        if count:  # the means are without these vectors (``folded`` in triton_kernels.image_statistics)
+        node.args = text, [*read, *others], are_apart
+        if count:  # the means are without these vectors
             for each in subtractions:
                 each.args = _total_before(each, read[:-count]), each.args[1]
         else:

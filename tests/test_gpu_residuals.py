@@ -17,20 +17,25 @@ pytestmark = [*gpu.MARKS, pytest.mark.usefixtures("poisoned_memory", "fresh_comp
 SHAPES = [(2, 64, 32, 32), (1, 32, 129, 65), (3, 24, 7, 7), (64, 256, 8, 8)]
 
 
+@pytest.mark.parametrize("are_apart", [False, True])
 @pytest.mark.parametrize("formats", list(itertools.product(FORMATS, repeat=2)), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_statistics(shape, dtype, formats):
+def test_statistics(shape, dtype, formats, are_apart):
     torch.manual_seed(0)
     samples, channels = shape[:2]
     first, second = (torch.randn(shape, device=DEVICE).to(dtype).contiguous(memory_format=each) for each in formats)
     third, vector = torch.randn_like(second), torch.randn(channels, 1, 1, device=DEVICE).to(dtype)
     text = parse("add tensor -> add tensor -> add -> group_norm(8, 1e-05) -> no mul -> no add").text_in_graph
-    found = torch.ops.normfuse.statistics(text, [first, second, third, vector])
+    found = torch.ops.normfuse.statistics(text, [first, second, third, vector], are_apart)
     values = sum(each.double() for each in (first, second, third, vector)).reshape(samples, 8, -1)
     means, rstds = values.mean(2), (values.var(2, correction=0) + 1e-5).rsqrt()
     result = found[: 16 * samples].view(2, samples, 8).double()
     torch.testing.assert_close(result, torch.stack([means, rstds]), rtol=2e-6, atol=2e-6)
+    centre, scale = (each.repeat_interleave(channels // 8, 1) for each in (means, rstds))
+    expected = torch.stack([centre - vector.double().view(-1) if are_apart else centre, scale])
+    of_channels = found[16 * samples :].view(2, samples, channels).double()
+    torch.testing.assert_close(of_channels, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

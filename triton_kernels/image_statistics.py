@@ -156,7 +156,7 @@ def statistics_kernel(
     eps,
     sizes,  # channels, pixels of a sample (in units of PIXEL_UNIT), units, strips, tiles of a strip
     CHAIN: tl.constexpr,
-    FOLDED: tl.constexpr,  # steps right before the norm whose vectors are subtracted from the means in of_channels
+    APART: tl.constexpr,  # how many steps right before the norm add vectors that the means in of_channels are without
     FOLD: tl.constexpr,  # channels that are one here
     GROUPS: tl.constexpr,  # and the following: as in Parts
     GROUP_SIZE: tl.constexpr,
@@ -217,7 +217,7 @@ def statistics_kernel(
             BLOCK_J,
             operands,
             CHAIN,
-            CHAIN.norm_place - FOLDED,
+            CHAIN.norm_place - APART,
             CHAIN.norm_place,
         )
 
@@ -296,12 +296,6 @@ class PartialStatistics:
         return statistics
 
 
-def folded(chain: Chain, dtype: torch.dtype) -> int:
-    """How many steps right before the norm add vectors that the means of its channels are without. Who subtracts these
-    from an image of this dtype leaves those steps out: it is 0 where the image is as precise as the means."""
-    return chain.added_last if dtype.itemsize == 2 else 0
-
-
 def image_statistics(
     input: torch.Tensor,
     num_groups: int,
@@ -311,14 +305,15 @@ def image_statistics(
     operands: Sequence[Any],
     *,
     channels: Sequence[torch.Tensor] | None = None,
+    are_apart: bool = False,
     statistics: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean and reciprocal standard deviation [2, B * num_groups], float32, of what the chain's norm takes.
 
     ``input`` is [B, C, S] with any strides, as are operands that are tensors. ``operands`` has one entry a step.
-    ``channels`` are two of [B, C] in float32, which become the mean, without the vectors that are ``folded``, and the
-    reciprocal standard deviation times the norm's weight. Without values, nothing is written. ``statistics`` is memory
-    for the result.
+    ``channels`` are two of [B, C] in float32, which become the mean, and the reciprocal standard deviation times the
+    norm's weight. Vectors that are added right before the norm ``are_apart`` where these means are without them.
+    Without values, nothing is written. ``statistics`` is memory for the result.
     """
     B, C, S = input.shape
     if statistics is None:
@@ -354,7 +349,7 @@ def image_statistics(
         num_groups,
         eps,
         CHAIN=chain,
-        FOLDED=folded(chain, input.dtype) if channels else 0,
+        APART=chain.added_last if are_apart else 0,
         FOLD=fold,
         BLOCK_T=min(next_power_of_2(parts.of_unit), max(1, 512 * config.num_warps // parts.lanes)),
         BLOCK_J=min(next_power_of_2(C // num_groups), max(1, 2048 // parts.lanes)),

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ops
+from ops.calls import parse
 from tests.ops.opened import Opened
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -157,6 +158,43 @@ def test_what_is_added_to_16_bit_images(name, dtype):
     forward = opened.graphs[0].graph
     centred = next(node for node in forward.nodes if str(node.target) == "aten.sub.Tensor")
     assert (str(centred.args[0].target) == "aten.add.Tensor") == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+@pytest.mark.parametrize("steps", ["add -> add sample", "add sample -> no add -> add", "add -> silu -> add sample", ""])
+def test_means_without_what_is_added(steps, are_apart):
+    """Of steps right before the norm alone."""
+    shapes = {"add": VECTOR, "add sample": SAMPLE}
+    image, weight = draw(*SHAPE, grad=False), draw(*VECTOR, grad=False)
+    names = steps.split(" -> ")
+    vectors = [draw(*shapes[name], grad=False) for name in names if name in shapes]
+    text = parse(" -> ".join(filter(None, [steps, "group_norm(4, 1e-05) -> mul -> no add"]))).text_in_graph
+    found = torch.ops.normfuse.statistics(text, [image, *vectors, weight], are_apart)
+    values, last, rest = image.double(), torch.zeros(3, CHANNELS).double(), iter(vectors)
+    for name in names:
+        if name in shapes:
+            vector = next(rest).double()
+            values, last = values + vector.view(-1, CHANNELS, 1, 1), last + vector
+        elif name == "silu":
+            values, last = F.silu(values), torch.zeros(3, CHANNELS).double()
+    means = values.view(3, 4, -1).mean(2).repeat_interleave(CHANNELS // 4, 1)
+    deviations = values.view(3, 4, -1).var(2, correction=0).add(1e-5).sqrt().repeat_interleave(CHANNELS // 4, 1)
+    expected = torch.stack([means - last if are_apart else means, weight.double() / deviations])
+    torch.testing.assert_close(found[-2 * 3 * CHANNELS :].view(2, 3, -1).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_images_that_are_cast(training):
+    """The kernels read them before, as they were. What is done to their values is not another thing for that."""
+    torch.manual_seed(0)
+    convolution, vectors = nn.Conv2d(3, CHANNELS, 1).bfloat16(), draw(3, CHANNELS, grad=False)
+
+    def function(x):
+        return F.group_norm(convolution(x).float() + 3 * vectors[:, :, None, None], 4)
+
+    x = draw(3, 3, 5, 6, grad=False).bfloat16()
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(torch.compile(function, backend="normfuse")(x), function(x), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_added_to_norms_of_a_channel_each():

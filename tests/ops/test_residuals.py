@@ -51,7 +51,7 @@ class Sketch:
 
     def statistics(self, image, text=TEXT, *others):
         """Of a norm that is a result."""
-        found = self.call(STATISTICS, text, [image, *others])
+        found = self.call(STATISTICS, text, [image, *others], image.meta["val"].dtype.itemsize == 2)
         samples, channels, *pixels = image.meta["val"].shape
         last = self.call(aten.slice.Tensor, self.call(VIEW, found, [-1]), 0, -2 * samples * channels)
         both = self.call(aten.unbind.int, self.call(VIEW, last, [2, samples, channels, *[1] * len(pixels)]))
@@ -423,7 +423,7 @@ def test_statistics_of_a_sum(dtype, formats):
     x, y = (torch.randn(SHAPE).to(dtype).contiguous(memory_format=format) for format in formats)
     vector, samples, weight = torch.randn(8, 1, 1).to(dtype), torch.randn(2, 8, 1, 1).to(dtype), torch.randn(8)
     text = parse("add tensor -> add -> add sample -> group_norm(4, 1e-05) -> mul -> no add").text_in_graph
-    found = STATISTICS(text, [x, y, vector, samples, weight])
+    found = STATISTICS(text, [x, y, vector, samples, weight], False)
     total = sum(each.double() for each in (x, y, vector, samples)).reshape(2, 4, -1)
     means, variances = total.mean(2), total.var(2, correction=0)
     torch.testing.assert_close(found[:8].view(2, 4).double(), means, rtol=1e-5, atol=1e-6)
