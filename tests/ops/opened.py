@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from ops import layouts, narrow_convolutions, residuals
 from ops.rewriting import rewrite
@@ -45,8 +46,6 @@ class Opened:
 
     def _backend(self, module, inputs):
         self.chains += [each.chain for each in rewrite(module, compiles=True)]
-        decompositions = {**torch._decomp.core_aten_decompositions()}
-        del decompositions[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]  # Inductor keeps it
         compile_graph = partial(self._compile, is_inference=False)
         inference = partial(self._compile, is_inference=True)
         backend = aot_autograd(
@@ -54,7 +53,7 @@ class Opened:
             bw_compiler=compile_graph,
             inference_compiler=inference,
             partition_fn=_partition,
-            decompositions=decompositions,
+            decompositions=select_decomp_table(),
         )
         return backend(module, inputs)
 

@@ -247,9 +247,10 @@ def test_draws():
     net = Net(lambda net, x, y: F.dropout(net.second(F.dropout(y, 0.5)), 0.5))
     opened, x = Opened(net), torch.randn(2, 4, 8, 8)
     monkey = []
-    for each in net, opened:
-        torch.manual_seed(3)
-        monkey.append(each(x))
+    with torch._inductor.config.patch(fallback_random=True):  # Inductor's own draws are others
+        for each in net, opened:
+            torch.manual_seed(3)
+            monkey.append(each(x))
     torch.testing.assert_close(*monkey, rtol=1e-4, atol=1e-5)
 
 
