@@ -259,7 +259,20 @@ def sums_kernel(
             rstd = tl.load(statistics[1] + target, mask=inside, other=0.0)
             of_group = (-rstd * (rstd * projection), -rstd * gradient_mean)
             store_of_channels(
-                of_channels, of_group, None, corner[0], unit * GROUPS, num_groups, GROUPS, GROUP_SIZE, LANES, BLOCK_J
+                of_channels,
+                of_group,
+                None,
+                corner[0],
+                unit * GROUPS,
+                num_groups,
+                GROUPS,
+                GROUP_SIZE,
+                LANES,
+                BLOCK_J,
+                operands,
+                CHAIN,
+                0,
+                0,
             )
         if ADDS_UP:
             counter = counters + unit

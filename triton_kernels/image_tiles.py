@@ -234,10 +234,10 @@ def store_of_channels(
     GROUP_SIZE: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
-    operands=(),  # of CHAIN's steps, of which FIRST to END add what is subtracted from the first values
-    CHAIN: tl.constexpr = None,
-    FIRST: tl.constexpr = 0,
-    END: tl.constexpr = 0,
+    operands,  # of CHAIN's steps, of which FIRST to END add what is subtracted from the first values
+    CHAIN: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
 ):
     """Store the values of each channel's group, BLOCK of its channels at a time."""
     if targets is not None:
