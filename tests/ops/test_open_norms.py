@@ -160,16 +160,14 @@ def test_what_is_added_to_16_bit_images(name, dtype):
     assert (str(centred.args[0].target) == "aten.add.Tensor") == (dtype == torch.float32)
 
 
-@pytest.mark.parametrize("are_apart", [False, True])
 @pytest.mark.parametrize("steps", ["add -> add sample", "add sample -> no add -> add", "add -> silu -> add sample", ""])
-def test_means_without_what_is_added(steps, are_apart):
-    """Of steps right before the norm alone."""
+def test_means_without_what_is_added(steps):
+    """Of steps right before the norm alone. With them and without are two plans."""
     shapes = {"add": VECTOR, "add sample": SAMPLE}
     image, weight = draw(*SHAPE, grad=False), draw(*VECTOR, grad=False)
     names = steps.split(" -> ")
     vectors = [draw(*shapes[name], grad=False) for name in names if name in shapes]
     text = parse(" -> ".join(filter(None, [steps, "group_norm(4, 1e-05) -> mul -> no add"]))).text_in_graph
-    found = torch.ops.normfuse.statistics(text, [image, *vectors, weight], are_apart)
     values, last, rest = image.double(), torch.zeros(3, CHANNELS).double(), iter(vectors)
     for name in names:
         if name in shapes:
@@ -179,8 +177,10 @@ def test_means_without_what_is_added(steps, are_apart):
             values, last = F.silu(values), torch.zeros(3, CHANNELS).double()
     means = values.view(3, 4, -1).mean(2).repeat_interleave(CHANNELS // 4, 1)
     deviations = values.view(3, 4, -1).var(2, correction=0).add(1e-5).sqrt().repeat_interleave(CHANNELS // 4, 1)
-    expected = torch.stack([means - last if are_apart else means, weight.double() / deviations])
-    torch.testing.assert_close(found[-2 * 3 * CHANNELS :].view(2, 3, -1).double(), expected, rtol=1e-5, atol=1e-5)
+    for are_apart in (False, True):
+        found = torch.ops.normfuse.statistics(text, [image, *vectors, weight], are_apart)
+        expected = torch.stack([means - last if are_apart else means, weight.double() / deviations])
+        torch.testing.assert_close(found[-2 * 3 * CHANNELS :].view(2, 3, -1).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("training", [False, True])
