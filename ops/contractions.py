@@ -165,8 +165,10 @@ class Linear(Contraction):
         if kept:
             return products.gradients(self._z_gradient(given, dy, kept, gradients), given, gradients)
         for step, target in zip(given.call.chain.steps, gradients.vectors, strict=True):
-            if target is not None:
-                do(*(_copy, dy) if step.operand == "tensor" else (_sum_rows, rows_of(dy)), target)
+            if target is not None and step.operand == "tensor":
+                do(_copy, dy, target)
+            elif target is not None:
+                do(_sum_rows, rows_of(dy), target)
         wanted = gradients.input is not None or gradients.weight is not None
         in_dtype = do(Tensor.to, dy, given.dtype) if wanted and dy.dtype != given.dtype else dy
         return products.gradients(contiguous(in_dtype), given, gradients)

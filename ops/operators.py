@@ -6,6 +6,7 @@ leads to them where something would see the call: a compiler, a mode, a profiler
 plans without it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -258,7 +259,7 @@ class Prepared:
         self.places = [place for place, each in enumerate(tensors) if each is not None]
         self.read = [place for place in plans.places_read(call, tensors, wanted) if tensors[place] is not None]
         self.specs = specs_of(call, tensors, wanted)
-        self._as_given = _added_last(call)
+        self._added_last = _tensors_added_last(call)
         self._backwards = plans.Kept()
 
     def run(self, tensors: Sequence[Any]) -> Tensor:
@@ -275,7 +276,7 @@ class Prepared:
 
     def backward(self, gradient: Tensor, saved: Sequence[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the tensors in a row, None where one is not needed. ``saved``: those read, then kept."""
-        computed = tuple([each and place not in self._as_given for place, each in enumerate(needed)])
+        computed = tuple([each and place not in self._added_last for place, each in enumerate(needed)])
         rest = iter(self._computed(gradient, saved, computed) if any(computed) else ())
         return [
             next(rest) if is_computed else gradient.to(spec[1], copy=True) if spec and each else None
@@ -308,21 +309,18 @@ class Prepared:
         return plans.make_backward(self.call, gradient, saved[len(self.read) :], row, self._needed(needed))
 
 
-def _added_last(call: Call) -> set[int]:
+def _tensors_added_last(call: Call) -> set[int]:
     """Which of a call's tensors in a row, of the result's shape, are added last: their gradient is the result's.
 
     They get a copy, of which a graph's compiler makes what it likes: a leaf keeps its gradient without one, and behind
     a view (as of rows) nothing tells that another's is the same memory.
     """
-    steps = [step for step in call.chain.steps if step.has_tensor]
-    places: set[int] = set()
-    for step in reversed(call.chain.steps):
-        if not step.adds:
-            break
-        if step.operand == "tensor":
-            places.add(1 + len(steps))
-        steps.pop()
-    return places
+    steps = call.chain.steps
+    added, end = (
+        itertools.takewhile(lambda step: step.adds, reversed(steps)),
+        1 + sum(step.has_tensor for step in steps),
+    )
+    return {end - place for place, step in enumerate(added) if step.operand == "tensor"}
 
 
 def refuse_second_derivative(name: str) -> None:

@@ -44,8 +44,9 @@ def read_terms(graph: Graph) -> None:
             written.add(_source(image))
             continue
         kinds = [_kind(each.meta["val"], image.meta["val"]) for each in read[1:]]
-        text, subtractions = _with_steps(words, kinds), _subtractions(node)
+        text = _with_steps(words, kinds)
         count = parse(text).chain.added_last - parse(words).chain.added_last if are_apart else 0
+        subtractions = _subtractions(node) if count else []
         if count and not subtractions:
             continue
         node.args = text, [*read, *others], are_apart

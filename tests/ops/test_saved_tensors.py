@@ -194,17 +194,18 @@ def test_matrices_kept_for_one_gradient(chain):
         assert torch.equal(*torch.autograd.grad(output.sum(), arguments[wanted]), expected)
 
 
-class Results(TorchDispatchMode):
-    """Notes the size of every new tensor that an operator returns."""
+class Operators(TorchDispatchMode):
+    """Notes the calls of this project's operators: the name, and the size of every new tensor that is returned."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = []
+        self.calls = []
 
     def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
         results = operator(*arguments, **(keywords or {}))
         if operator.namespace == "normfuse":
-            self.sizes += [tensor.numel() for tensor in (results if isinstance(results, list) else [results])]
+            tensors = results if isinstance(results, list) else [results]
+            self.calls.append((operator._opname, [tensor.numel() for tensor in tensors]))
         return results
 
 
@@ -219,13 +220,14 @@ def test_nothing_without_gradients(chain, how):
     context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)
     if chain is L75:
         arguments["bias"] = arguments["bias"][:, :2]
-    with context(), Results() as results:
+    with context(), Operators() as seen:
         output, kept = saved_tensors(chain.function, arguments)
     assert not output.requires_grad and kept == []
-    assert results.sizes, "the operator was not seen"
-    large = [size for size in results.sizes if size >= problem.rows * problem.channels]
+    sizes = [size for _, each in seen.calls for size in each]
+    assert sizes, "the operator was not seen"
+    large = [size for size in sizes if size >= problem.rows * problem.channels]
     assert large == ([] if chain is L75 else [problem.rows * problem.channels])
-    assert sum(results.sizes) == output.numel()
+    assert sum(sizes) == output.numel()
 
 
 def linear_and_sums(input, weight, bias, shift, residual):
@@ -287,20 +289,6 @@ def test_the_operator_has_the_gradient_of_every_term():
         torch.testing.assert_close(each, right, rtol=1e-5, atol=1e-5)
 
 
-class Operators(TorchDispatchMode):
-    """Notes the names of this project's operators, and how many results each has."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
-        results = operator(*arguments, **(keywords or {}))
-        if operator.namespace == "normfuse":
-            self.names.append((operator._opname, len(results) if isinstance(results, list) else 1))
-        return results
-
-
 @pytest.mark.parametrize(
     "after, computed",
     [
@@ -322,7 +310,7 @@ def test_gradients_that_are_the_results(after, computed, sees):
         given = torch.randn_like(output)
         found = torch.autograd.grad(output, (input, *used), given)
     if sees:
-        assert seen.names == [("forward", 2), ("backward", len(computed))]
+        assert [(name, len(sizes)) for name, sizes in seen.calls] == [("forward", 2), ("backward", len(computed))]
     exact = [each.detach().double().requires_grad_() for each in (input, x, y)]  # PyTorch's own functions
     values = ops.group_norm(exact[0], 2, after=after(*exact[1:]))
     expected = torch.autograd.grad(values, exact[: 1 + len(used)], given.double())
@@ -335,7 +323,7 @@ def test_nothing_is_computed_for_the_tensor_alone():
     with Operators() as seen:
         output = ops.group_norm(input, 2, after=(p.add(residual),))
         (found,) = torch.autograd.grad(output, residual, given := torch.randn_like(output))
-    assert torch.equal(found, given) and [name for name, _ in seen.names] == ["forward"]
+    assert torch.equal(found, given) and [name for name, _ in seen.calls] == ["forward"]
 
 
 HEADS = {
