@@ -33,7 +33,7 @@ def text(call):
 
 def statistics():
     image, weight = like(2, 32, 16, 16, dtype=torch.bfloat16, channels_last=True), like(32)
-    return "statistics.default", [text("group_norm(4, 1e-05) -> mul -> no add"), [None, None]], [image, weight]
+    return "statistics.default", [text("group_norm(4, 1e-05) -> mul -> no add"), [None, None], False], [image, weight]
 
 
 def product():
