@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from ops.calls import parse
 from ops.convolution import CHANNELS_LAST
 from ops.graph_nodes import has_shape
-from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, is_channels_last, operator_name
+from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, is_channels_last, is_known, operator_name
 from triton_kernels.built_in import NAMED
 
 aten = torch.ops.aten
@@ -24,8 +24,13 @@ aten = torch.ops.aten
 #: Images that a kernel adds up. A sum of more is written, and is an image to what follows.
 _MOST_IMAGES = 3
 _MOST_VECTORS = 8
+#: An image, and what views of it lead to what it is a term of.
+_Views = tuple[Node, ...]
+_Term = tuple[Node, _Views]
 #: What is in memory, beside a graph's inputs: results of libraries' kernels.
 _WRITTEN = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
+#: Views by sizes.
+_SIZED = (aten.view.default, aten._unsafe_view.default)
 
 
 def read_terms(graph: Graph) -> None:
@@ -60,32 +65,77 @@ def read_terms(graph: Graph) -> None:
 
 
 def _terms(image: Node, written: set[Node]) -> list[Node]:
-    """What an image is the sum of: first images, which are in memory, then vectors; or itself alone."""
+    """What an image is the sum of: first images, which are in memory, then vectors; or itself alone. A view of a sum is
+    a sum of views."""
     value = image.meta["val"]
     if value.dtype.itemsize != 2 or value.ndim not in CHANNELS_LAST:
         return [image]
-    images: list[Node] = []
+    images: list[_Term] = []
     vectors: list[Node] = []
-    rest = [image]
+    rest: list[_Term] = [(image, ())]
     while rest:
-        node = rest.pop()
-        if _is_in_memory(node, written):
-            images.append(node)
+        node, views = rest.pop()
+        if operator_name(node) in VIEWS and not _is_in_memory(node, written):
+            rest.append((node.args[0], (node, *views)))
+        elif not _keep_format(views) or (views and node.op == "placeholder" and not is_channels_last(node.meta["val"])):
+            return [image]  # of an input, a view would be copied for each norm
+        elif _is_in_memory(node, written):
+            images.append((node, views))
+        elif node.target is aten.clone.default:
+            rest.append((node.args[0], views))
         elif node.target in (aten.div.Tensor, aten.mul.Tensor) and node.args[1] == 1:
-            rest.append(node.args[0])
+            rest.append((node.args[0], views))
         elif node.target is aten.add.Tensor and not node.kwargs:
             for each in reversed(node.args):
                 term: Any = each.meta.get("val") if isinstance(each, Node) else None
-                kind = _kind(term, value) if getattr(term, "dtype", None) == value.dtype else ""
-                if not kind:
+                kind = _kind(term, node.meta["val"]) if getattr(term, "dtype", None) == value.dtype else ""
+                if not kind or (kind == "sample" and views):
                     return [image]
-                (rest if kind == "tensor" else vectors).append(each)
+                if kind == "tensor":
+                    rest.append((each, views))
+                else:
+                    vectors.append(_of_channels(each, image) if views else each)
         else:
             return [image]
         if len(images) + len(rest) > _MOST_IMAGES or len(vectors) > _MOST_VECTORS:
             return [image]
-    images, biases = _with_biases_apart(images)
-    return [*images, *vectors, *biases]
+    images, biases = _with_biases_apart(images, image)
+    if [node for node, _ in images] == [_source(image)] and not (vectors or biases):
+        return [image]
+    return [*(_viewed(*each, image) for each in images), *vectors, *biases]
+
+
+def _keep_format(views: _Views) -> bool:
+    """Whether they lead from a channels_last image to another one of the same channels."""
+    if not views:
+        return True
+    value = views[0].args[0].meta["val"]
+    are_known = all(len(each.all_input_nodes) == 1 and is_known(each.meta["val"]) for each in views)
+    if value.ndim not in CHANNELS_LAST or not (are_known and is_known(value)):
+        return False
+    found = torch.empty(value.shape, device="meta", memory_format=CHANNELS_LAST[value.ndim])
+    try:
+        for each in views:
+            found = each.target(found, *each.args[1:], **each.kwargs)
+    except (RuntimeError, ValueError):
+        return False
+    return found.numel() == value.numel() and found.shape[1] == value.shape[1] and is_channels_last(found)
+
+
+def _viewed(term: Node, views: _Views, image: Node) -> Node:
+    """The view of a term that is one of its sum, the image."""
+    for each in views:
+        with image.graph.inserting_before(image):
+            # Before images are laid out, there may be no such view.
+            target = aten.reshape.default if each.target in _SIZED else each.target
+            term = call_like(each, target, term, *each.args[1:], **each.kwargs)
+    return term
+
+
+def _of_channels(vector: Node, image: Node) -> Node:
+    """A vector with one element a channel, as it broadcasts to the image."""
+    with image.graph.inserting_before(image):
+        return call_like(vector, aten.view.default, vector, [-1] + [1] * (image.meta["val"].ndim - 2))
 
 
 def _is_in_memory(node: Node, written: set[Node]) -> bool:
@@ -93,8 +143,8 @@ def _is_in_memory(node: Node, written: set[Node]) -> bool:
     if node in written or node.target is aten.convolution.default:
         return True
     source, value = _source(node), node.meta["val"]
-    is_known = source in written or source.op == "placeholder" or source.target in _WRITTEN
-    return is_known and is_channels_last(value)
+    is_there = source in written or source.op == "placeholder" or source.target in _WRITTEN
+    return is_there and is_channels_last(value)
 
 
 def _normalize_the_same(image: Node, read: list[Node]) -> None:
@@ -147,11 +197,12 @@ def _kind(value: torch.Tensor, image: torch.Tensor) -> str:
     return "sample" if has_shape(value, (samples, channels, *ones)) else ""
 
 
-def _with_biases_apart(images: list[Node]) -> tuple[list[Node], list[Node]]:
+def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], list[Node]]:
     """The images, and as vectors the biases that Inductor adds behind convolutions on a GPU."""
     apart: dict[Node, Node] = {}
     biases: list[Node] = []
-    for node in dict.fromkeys(images):
+    nodes = [node for node, _ in images]
+    for node in dict.fromkeys(nodes):
         is_convolution = node.target is aten.convolution.default and node.args[2] is not None
         if not is_convolution or not node.meta["val"].is_cuda:
             continue
@@ -160,8 +211,9 @@ def _with_biases_apart(images: list[Node]) -> tuple[list[Node], list[Node]]:
             apart[node] = call_like(node, node.target, *node.args[:2], None, *node.args[3:])
             total = call_like(node, aten.add.Tensor, apart[node], bias)
         node.replace_all_uses_with(total)
-        biases += [bias] * images.count(node)
-    return [apart.get(each, each) for each in images], biases
+        has_views = any(views for each, views in images if each is node)
+        biases += [_of_channels(bias, image) if has_views else bias] * nodes.count(node)
+    return [(apart.get(node, node), views) for node, views in images], biases
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:

@@ -16,10 +16,8 @@ from tests.ops.opened import Opened
 
 STATISTICS = torch.ops.normfuse.statistics.default
 aten = torch.ops.aten
-ADD, CONVOLUTION, DIV, MUL, RELU, SUB, VIEW = (
-    getattr(aten, name).default if name in ("convolution", "relu", "view") else getattr(aten, name).Tensor
-    for name in ("add", "convolution", "div", "mul", "relu", "sub", "view")
-)
+ADD, DIV, MUL, SLICE, SUB = (getattr(aten, name).Tensor for name in ("add", "div", "mul", "slice", "sub"))
+CONVOLUTION, PERMUTE, RELU, VIEW = (getattr(aten, name).default for name in ("convolution", "permute", "relu", "view"))
 TEXT = "group_norm(4, 1e-05) -> no mul -> no add"
 SHAPE = 2, 8, 6, 5
 FORMATS = list(itertools.product([torch.contiguous_format, torch.channels_last], repeat=2))
@@ -53,7 +51,7 @@ class Sketch:
         """Of a norm that is a result."""
         found = self.call(STATISTICS, text, [image, *others], image.meta["val"].dtype.itemsize == 2)
         samples, channels, *pixels = image.meta["val"].shape
-        last = self.call(aten.slice.Tensor, self.call(VIEW, found, [-1]), 0, -2 * samples * channels)
+        last = self.call(SLICE, self.call(VIEW, found, [-1]), 0, -2 * samples * channels)
         both = self.call(aten.unbind.int, self.call(VIEW, last, [2, samples, channels, *[1] * len(pixels)]))
         centre, scale = (self.call(operator.getitem, both, place) for place in range(2))
         centred = self.call(SUB, self.call(CAST, image, torch.float32), centre)
@@ -171,8 +169,8 @@ def test_views_of_products(make):
     """What a linear layer makes of an image's pixels is in memory, as is what a view of them was made from."""
     sketch = Sketch()
     product = make(sketch, sketch.call(VIEW, sketch.input(60, 8), [60, 8]))
-    viewed = sketch.call(aten.permute.default, sketch.call(VIEW, product, [2, 6, 5, 8]), [0, 3, 1, 2])
-    x = sketch.call(aten.permute.default, sketch.input(2, 6, 5, 8, format=torch.contiguous_format), [0, 3, 1, 2])
+    viewed = sketch.call(PERMUTE, sketch.call(VIEW, product, [2, 6, 5, 8]), [0, 3, 1, 2])
+    x = sketch.call(PERMUTE, sketch.input(2, 6, 5, 8, format=torch.contiguous_format), [0, 3, 1, 2])
     sketch.statistics(sketch.call(ADD, x, viewed))
     assert sketch.read() == [("add tensor", [x, viewed])]
 
@@ -218,6 +216,76 @@ OTHERS = {
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_others_are_read_as_they_were(make):
+    sketch = Sketch()
+    image = make(sketch)
+    sketch.statistics(image)
+    assert sketch.read() == [("", [image])]
+
+
+def frames(sketch, image):
+    """A batch of images as one video."""
+    return sketch.call(PERMUTE, sketch.call(VIEW, image, [1, *SHAPE]), [0, 2, 1, 3, 4])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_view_of_a_sum(device):
+    """It is a sum of views, in which a vector has as many dimensions."""
+    sketch = Sketch(device=device)
+    x, vector, bias = sketch.input(), sketch.input(1, 8, 1, 1), sketch.input(8)
+    y = sketch.convolution(sketch.input(), bias)
+    sketch.statistics(frames(sketch, sketch.call(ADD, sketch.call(ADD, x, vector), y)))
+    ((steps, read),) = sketch.read()
+    images, vectors = read[:2], read[2:]
+    assert [each.meta["val"].shape for each in images] == [(1, 8, 2, 6, 5)] * 2
+    assert [each.meta["val"].shape for each in vectors] == [(8, 1, 1, 1)] * len(vectors)
+    convolution = residuals._source(images[1])
+    assert residuals._source(images[0]) is x and convolution.target is CONVOLUTION
+    assert [residuals._source(each) for each in vectors] == ([vector, bias] if device == "cuda" else [vector])
+    assert convolution.args[2] is (None if device == "cuda" else bias)
+    assert steps == " -> ".join(["add tensor", *["add"] * len(vectors)])
+    (of_norm,) = subtracted_from(sketch)
+    assert of_norm == images if device == "cpu" else all(map(operator.is_, of_norm, images))
+
+
+def test_sums_behind_views_of_sums():
+    """There and back again."""
+    sketch = Sketch()
+    x, y, z = (sketch.input() for _ in range(3))
+    video = frames(sketch, sketch.call(ADD, x, y))
+    total = sketch.call(ADD, video, frames(sketch, z))
+    image = sketch.call(VIEW, sketch.call(PERMUTE, total, [0, 2, 1, 3, 4]), list(SHAPE))
+    sketch.statistics(video)
+    sketch.statistics(image)
+    (_, of_video), (steps, read) = sketch.read()
+    assert [residuals._source(each) for each in of_video] == [x, y]
+    assert steps == "add tensor -> add tensor" and [residuals._source(each) for each in read] == [x, y, z]
+    assert {each.meta["val"].shape for each in read} == {SHAPE}
+
+
+def test_a_view_of_an_input():
+    """It would be copied once more."""
+    sketch = Sketch()
+    x = sketch.input(format=torch.contiguous_format)
+    sketch.statistics(x)
+    video = frames(sketch, sketch.call(ADD, x, sketch.input()))
+    sketch.statistics(video)
+    assert sketch.read() == [("", [x]), ("", [video])]
+
+
+VIEWS_THAT_LEAD_ELSEWHERE = {
+    "a vector a frame": lambda sketch: frames(sketch, pair(sketch, (), (2, 8, 1, 1))),
+    "other channels": lambda sketch: sketch.call(VIEW, pair(sketch), [2, 4, 2, 6, 5]),
+    "some channels": lambda sketch: sketch.call(SLICE, pair(sketch), 1, 0, 4),
+    "some samples": lambda sketch: sketch.call(SLICE, pair(sketch), 0, 0, 1),
+    "pixels by columns": lambda sketch: sketch.call(PERMUTE, pair(sketch), [0, 1, 3, 2]),
+    "rows": lambda sketch: sketch.call(VIEW, pair(sketch, (2, 8, 30), (2, 8, 30)), list(SHAPE)),
+    "pointwise": lambda sketch: frames(sketch, sketch.call(RELU, pair(sketch))),
+    "no sum": lambda sketch: frames(sketch, sketch.convolution(sketch.input())),
+}
+
+
+@pytest.mark.parametrize("make", VIEWS_THAT_LEAD_ELSEWHERE.values(), ids=VIEWS_THAT_LEAD_ELSEWHERE)
+def test_other_views_are_read_as_they_were(make):
     sketch = Sketch()
     image = make(sketch)
     sketch.statistics(image)
@@ -400,6 +468,42 @@ def test_values(format, problem):
     assert error < 1e-2
     reads = [len(node.args[1]) for node in opened.nodes("normfuse.statistics.default")]
     assert reads == [2, 3, 4, 2, 3, 4, 2, 3]
+
+
+class Frames(nn.Module):
+    """Residual blocks of images and of a video, in turn."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, channels) for _ in range(4))
+        kinds = [nn.Conv2d, nn.Conv3d] * 2
+        self.convolutions = nn.ModuleList(each(channels, channels, 3, padding=1) for each in kinds)
+
+    def forward(self, x, videos):
+        x = self.first(x)
+        for number, (norm, convolution) in enumerate(zip(self.norms, self.convolutions, strict=True)):
+            if number % 2:
+                x = x.unflatten(0, (videos, -1)).transpose(1, 2)
+            x = x + convolution(F.silu(norm(x)))
+            if number % 2:
+                x = x.transpose(1, 2).flatten(0, 1)
+        return x
+
+
+@pytest.mark.parametrize("videos", [1, 2])
+def test_values_of_frames(videos, fresh_compiler):
+    """None is copied for statistics."""
+    torch.manual_seed(0)
+    model, image = Frames().bfloat16(), torch.randn(6, 3, 12, 12, dtype=torch.bfloat16)
+    opened = Opened(model)
+    with torch.no_grad():
+        result, exact = opened(image, videos), model.float()(image.float(), videos)
+    assert (result - exact).norm() / exact.norm() < 1e-2
+    found = opened.nodes("normfuse.statistics.default")
+    assert [len(node.args[1]) for node in found] == [2, 3, 4, 2]
+    sources = [residuals._source(each) for node in found for each in node.args[1]]
+    assert all(each.target is not aten.clone.default for each in sources)
 
 
 def test_errors_are_inductors(problem):
