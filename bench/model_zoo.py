@@ -305,6 +305,26 @@ MODELS = {
             lambda shape, tiny: (torch.randn(shape), _steps(shape), torch.randn(shape[0], 77, 32 if tiny else 768)),
         ),
         Model(
+            "video_unet",
+            "diffusers",
+            "2x4x16x32x32",
+            "2x4x2x8x8",
+            _diffusers(
+                "UNet3DConditionModel",
+                {"cross_attention_dim": 1024},
+                {
+                    "cross_attention_dim": 32,
+                    "block_out_channels": (32, 64),
+                    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+                    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+                    "layers_per_block": 1,
+                    "attention_head_dim": 8,
+                },
+            ),
+            (("inference", "channels_last"),),
+            lambda shape, tiny: (torch.randn(shape), _steps(shape), torch.randn(shape[0], 77, 32 if tiny else 1024)),
+        ),
+        Model(
             "dit_xl",
             "diffusers",
             "8x4x32x32",
