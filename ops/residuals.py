@@ -75,15 +75,16 @@ def _terms(image: Node, written: set[Node]) -> list[Node]:
     rest: list[_Term] = [(image, ())]
     while rest:
         node, views = rest.pop()
-        if operator_name(node) in VIEWS and not _is_in_memory(node, written):
+        is_in_memory = _is_in_memory(node, written)
+        if operator_name(node) in VIEWS and not is_in_memory:
             rest.append((node.args[0], (node, *views)))
         elif not _keep_format(views) or (views and node.op == "placeholder" and not is_channels_last(node.meta["val"])):
             return [image]  # of an input, a view would be copied for each norm
-        elif _is_in_memory(node, written):
+        elif is_in_memory:
             images.append((node, views))
-        elif node.target is aten.clone.default:
-            rest.append((node.args[0], views))
-        elif node.target in (aten.div.Tensor, aten.mul.Tensor) and node.args[1] == 1:
+        elif node.target is aten.clone.default or (
+            node.target in (aten.div.Tensor, aten.mul.Tensor) and node.args[1] == 1
+        ):
             rest.append((node.args[0], views))
         elif node.target is aten.add.Tensor and not node.kwargs:
             for each in reversed(node.args):
@@ -100,7 +101,7 @@ def _terms(image: Node, written: set[Node]) -> list[Node]:
         if len(images) + len(rest) > _MOST_IMAGES or len(vectors) > _MOST_VECTORS:
             return [image]
     images, biases = _with_biases_apart(images, image)
-    if [node for node, _ in images] == [_source(image)] and not (vectors or biases):
+    if [node for node, _ in images] == [_source(image)]:
         return [image]
     return [*(_viewed(*each, image) for each in images), *vectors, *biases]
 
@@ -110,14 +111,13 @@ def _keep_format(views: _Views) -> bool:
     if not views:
         return True
     value = views[0].args[0].meta["val"]
-    are_known = all(len(each.all_input_nodes) == 1 and is_known(each.meta["val"]) for each in views)
-    if value.ndim not in CHANNELS_LAST or not (are_known and is_known(value)):
+    if value.ndim not in CHANNELS_LAST or not is_known(value):
         return False
     found = torch.empty(value.shape, device="meta", memory_format=CHANNELS_LAST[value.ndim])
     try:
         for each in views:
             found = each.target(found, *each.args[1:], **each.kwargs)
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError):  # there is no such view, or its sizes are open
         return False
     return found.numel() == value.numel() and found.shape[1] == value.shape[1] and is_channels_last(found)
 
@@ -144,7 +144,7 @@ def _is_in_memory(node: Node, written: set[Node]) -> bool:
         return True
     source, value = _source(node), node.meta["val"]
     is_there = source in written or source.op == "placeholder" or source.target in _WRITTEN
-    return is_there and is_channels_last(value)
+    return is_there and value.ndim in CHANNELS_LAST and is_channels_last(value)
 
 
 def _normalize_the_same(image: Node, read: list[Node]) -> None:
