@@ -157,6 +157,15 @@ def _steps(shape: tuple[int, ...], most: int = 1000) -> torch.Tensor:
     return torch.randint(most, shape[:1])
 
 
+def _prompted(width: int, tiny_width: int) -> Callable:
+    """Noise, its steps, and prompts of 77 tokens of that width."""
+    return lambda shape, tiny: (
+        torch.randn(shape),
+        _steps(shape),
+        torch.randn(shape[0], 77, tiny_width if tiny else width),
+    )
+
+
 def _tokens(vocabulary: int, tiny_vocabulary: int) -> Callable:
     return lambda shape, tiny: (torch.randint(tiny_vocabulary if tiny else vocabulary, shape),)
 
@@ -302,7 +311,7 @@ MODELS = {
                 },
             ),
             (("inference", "channels_last"), ("inference", "contiguous")),
-            lambda shape, tiny: (torch.randn(shape), _steps(shape), torch.randn(shape[0], 77, 32 if tiny else 768)),
+            _prompted(768, 32),
         ),
         Model(
             "video_unet",
@@ -322,7 +331,7 @@ MODELS = {
                 },
             ),
             (("inference", "channels_last"),),
-            lambda shape, tiny: (torch.randn(shape), _steps(shape), torch.randn(shape[0], 77, 32 if tiny else 1024)),
+            _prompted(1024, 32),
         ),
         Model(
             "dit_xl",

@@ -316,10 +316,8 @@ def _tensors_added_last(call: Call) -> set[int]:
     a view (as of rows) nothing tells that another's is the same memory.
     """
     steps = call.chain.steps
-    added, end = (
-        itertools.takewhile(lambda step: step.adds, reversed(steps)),
-        1 + sum(step.has_tensor for step in steps),
-    )
+    added = itertools.takewhile(lambda step: step.adds, reversed(steps))
+    end = 1 + sum(step.has_tensor for step in steps)
     return {end - place for place, step in enumerate(added) if step.operand == "tensor"}
 
 

@@ -24,8 +24,8 @@ aten = torch.ops.aten
 #: Images that a kernel adds up. A sum of more is written, and is an image to what follows.
 _MOST_IMAGES = 3
 _MOST_VECTORS = 8
-#: An image, and what views of it lead to what it is a term of.
 _Views = tuple[Node, ...]
+#: An image, and what views of it lead to what it is a term of.
 _Term = tuple[Node, _Views]
 #: What is in memory, beside a graph's inputs: results of libraries' kernels.
 _WRITTEN = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -95,7 +95,7 @@ def _terms(image: Node, written: set[Node]) -> list[Node]:
                 if kind == "tensor":
                     rest.append((each, views))
                 else:
-                    vectors.append(_of_channels(each, image) if views else each)
+                    vectors.append(_of_channels(each, image))
         else:
             return [image]
         if len(images) + len(rest) > _MOST_IMAGES or len(vectors) > _MOST_VECTORS:
@@ -133,7 +133,9 @@ def _viewed(term: Node, views: _Views, image: Node) -> Node:
 
 
 def _of_channels(vector: Node, image: Node) -> Node:
-    """A vector with one element a channel, as it broadcasts to the image."""
+    """A sum's vector as it broadcasts to the image, which is the sum or a view of it."""
+    if _kind(vector.meta["val"], image.meta["val"]):
+        return vector
     with image.graph.inserting_before(image):
         return call_like(vector, aten.view.default, vector, [-1] + [1] * (image.meta["val"].ndim - 2))
 
@@ -211,8 +213,7 @@ def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], l
             apart[node] = call_like(node, node.target, *node.args[:2], None, *node.args[3:])
             total = call_like(node, aten.add.Tensor, apart[node], bias)
         node.replace_all_uses_with(total)
-        has_views = any(views for each, views in images if each is node)
-        biases += [_of_channels(bias, image) if has_views else bias] * nodes.count(node)
+        biases += [_of_channels(bias, image)] * nodes.count(node)
     return [(apart.get(node, node), views) for node, views in images], biases
 
 
