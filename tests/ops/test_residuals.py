@@ -2,72 +2,32 @@
 near to float32 as Inductor's."""
 
 import itertools
-import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops import layouts, residuals
 from ops.calls import parse
 from ops.layouts import CAST
 from tests.ops.opened import Opened
+from tests.ops.sketch import (
+    ADD,
+    DIV,
+    MUL,
+    PERMUTE,
+    RELU,
+    SHAPE,
+    STATISTICS,
+    TEXT,
+    VIEW,
+    Sketch,
+    aten,
+    pair,
+    subtracted_from,
+)
 
-STATISTICS = torch.ops.normfuse.statistics.default
-aten = torch.ops.aten
-ADD, DIV, MUL, SLICE, SUB = (getattr(aten, name).Tensor for name in ("add", "div", "mul", "slice", "sub"))
-CONVOLUTION, PERMUTE, RELU, VIEW = (getattr(aten, name).default for name in ("convolution", "permute", "relu", "view"))
-TEXT = "group_norm(4, 1e-05) -> no mul -> no add"
-SHAPE = 2, 8, 6, 5
 FORMATS = list(itertools.product([torch.contiguous_format, torch.channels_last], repeat=2))
-
-
-class Sketch:
-    """A graph behind autograd, with images and vectors as inputs, and norms' statistics as results."""
-
-    def __init__(self, dtype=torch.bfloat16, device="cpu"):
-        self._mode, self._graph = torch._subclasses.FakeTensorMode(), torch.fx.Graph()
-        self._dtype, self._device, self._results = dtype, device, []
-
-    def input(self, *shape, dtype=None, format=torch.channels_last):
-        """An image, or what has another shape."""
-        node = self._graph.placeholder(f"p{len(self._graph.nodes)}")
-        with self._mode:
-            format = format if len(shape or SHAPE) == 4 else torch.contiguous_format
-            options = {"dtype": dtype or self._dtype, "device": self._device, "memory_format": format}
-            node.meta["val"] = torch.empty(shape or SHAPE, **options)
-        return node
-
-    def call(self, target, *arguments, **options):
-        node = self._graph.call_function(target, arguments, options)
-        node.meta["val"] = layouts.computed(node)
-        return node
-
-    def convolution(self, image, bias=None, format=torch.channels_last):
-        """With a weight of this format, in which the result lies if the image does."""
-        weight = self.input(8, 8, 1, 1, format=format)
-        return self.call(CONVOLUTION, image, weight, bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-
-    def statistics(self, image, text=TEXT, *others):
-        """Of a norm that is a result."""
-        found = self.call(STATISTICS, text, [image, *others], image.meta["val"].dtype.itemsize == 2)
-        samples, channels, *pixels = image.meta["val"].shape
-        last = self.call(SLICE, self.call(VIEW, found, [-1]), 0, -2 * samples * channels)
-        both = self.call(aten.unbind.int, self.call(VIEW, last, [2, samples, channels, *[1] * len(pixels)]))
-        centre, scale = (self.call(operator.getitem, both, place) for place in range(2))
-        centred = self.call(SUB, self.call(CAST, image, torch.float32), centre)
-        self._results.append(self.call(MUL, centred, scale))
-        return found
-
-    def read(self):
-        """By statistics: the steps before the norm, and what it reads, once the pass has run."""
-        self._graph.output(self._results)
-        with self._mode:  # as in Inductor
-            residuals.read_terms(self._graph)
-        self._graph.lint()
-        found = [node for node in self._graph.nodes if node.target is STATISTICS]
-        return [(node.args[0].partition("group_norm")[0].removesuffix(" -> "), node.args[1]) for node in found]
 
 
 def test_terms_of_a_sum():
@@ -76,19 +36,6 @@ def test_terms_of_a_sum():
     total = sketch.call(ADD, sketch.call(ADD, x, vector), sketch.call(ADD, samples, y))
     sketch.statistics(total)
     assert sketch.read() == [("add tensor -> add -> add sample", [x, y, vector, samples])]
-
-
-def terms(node):
-    """What a sum of casts is of."""
-    if node.target is ADD:
-        return [each for part in node.args for each in terms(part)]
-    assert node.target is CAST
-    return [node.args[0]]
-
-
-def subtracted_from(sketch):
-    """By norm: the sum from which the means are subtracted."""
-    return [terms(node.args[0]) for node in sketch._graph.nodes if node.target is SUB]
 
 
 @pytest.mark.parametrize("with_image", [False, True])
@@ -188,11 +135,6 @@ def test_another_view_of_what_was_read():
     assert sketch.read() == [("", [pixels]), ("add tensor", [again, other])]
 
 
-def pair(sketch, *shapes, format=torch.channels_last, **options):
-    """The sum of an input of each shape; of images without any."""
-    return sketch.call(ADD, *(sketch.input(*shape, format=format) for shape in shapes or ((), ())), **options)
-
-
 OTHERS = {
     "no sum": lambda sketch: sketch.input(),
     "pointwise": lambda sketch: sketch.call(RELU, sketch.input()),
@@ -219,124 +161,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_others_are_read_as_they_were(make):
-    sketch = Sketch()
-    image = make(sketch)
-    sketch.statistics(image)
-    assert sketch.read() == [("", [image])]
-
-
-def frames(sketch, image):
-    """A batch of images as one video."""
-    return sketch.call(PERMUTE, sketch.call(VIEW, image, [1, *SHAPE]), [0, 2, 1, 3, 4])
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_view_of_a_sum(device):
-    """It is a sum of views, in which a vector has as many dimensions."""
-    sketch = Sketch(device=device)
-    x, vector, bias = sketch.input(), sketch.input(1, 8, 1, 1), sketch.input(8)
-    y = sketch.convolution(sketch.input(), bias)
-    sketch.statistics(frames(sketch, sketch.call(ADD, sketch.call(ADD, x, vector), y)))
-    ((steps, read),) = sketch.read()
-    images, vectors = read[:2], read[2:]
-    assert [each.meta["val"].shape for each in images] == [(1, 8, 2, 6, 5)] * 2
-    assert [each.meta["val"].shape for each in vectors] == [(8, 1, 1, 1)] * len(vectors)
-    convolution = residuals._source(images[1])
-    assert residuals._source(images[0]) is x and convolution.target is CONVOLUTION
-    assert [residuals._source(each) for each in vectors] == ([vector, bias] if device == "cuda" else [vector])
-    assert convolution.args[2] is (None if device == "cuda" else bias)
-    assert steps == " -> ".join(["add tensor", *["add"] * len(vectors)])
-    (of_norm,) = subtracted_from(sketch)
-    assert of_norm == images if device == "cpu" else all(map(operator.is_, of_norm, images))
-
-
-def test_sums_behind_views_of_sums():
-    """There and back again."""
-    sketch = Sketch()
-    x, y, z = (sketch.input() for _ in range(3))
-    video = frames(sketch, sketch.call(ADD, x, y))
-    total = sketch.call(ADD, video, frames(sketch, z))
-    image = sketch.call(VIEW, sketch.call(PERMUTE, total, [0, 2, 1, 3, 4]), list(SHAPE))
-    sketch.statistics(video)
-    sketch.statistics(image)
-    (_, of_video), (steps, read) = sketch.read()
-    assert [residuals._source(each) for each in of_video] == [x, y]
-    assert steps == "add tensor -> add tensor" and [residuals._source(each) for each in read] == [x, y, z]
-    assert {each.meta["val"].shape for each in read} == {SHAPE}
-
-
-@pytest.mark.parametrize("is_viewed", [False, True])
-def test_a_view_of_an_input(is_viewed):
-    """It would be copied once more."""
-    sketch = Sketch()
-    x, y = sketch.input(format=torch.contiguous_format), sketch.input()
-    sketch.statistics(x)
-    image = sketch.call(ADD, x, y)
-    image = frames(sketch, image) if is_viewed else image
-    sketch.statistics(image)
-    assert sketch.read() == [("", [x]), ("", [image]) if is_viewed else ("add tensor", [x, y])]
-
-
-@pytest.mark.parametrize("target, arguments", [(aten.clone.default, ()), (DIV, (1.0,)), (MUL, (1,))])
-def test_a_copy_of_a_sum(target, arguments):
-    sketch = Sketch()
-    x, y = sketch.input(), sketch.input()
-    sketch.statistics(frames(sketch, sketch.call(target, sketch.call(ADD, x, y), *arguments)))
-    ((steps, read),) = sketch.read()
-    assert steps == "add tensor" and [residuals._source(each) for each in read] == [x, y]
-    assert {each.meta["val"].shape for each in read} == {(1, 8, 2, 6, 5)}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_view_of_a_convolution(device):
-    """On a GPU, the bias is read as a vector."""
-    sketch = Sketch(device=device)
-    bias = sketch.input(8)
-    format = torch.contiguous_format
-    image = frames(sketch, sketch.convolution(sketch.input(format=format), bias, format))
-    sketch.statistics(image)
-    ((steps, read),) = sketch.read()
-    if device == "cpu":
-        assert (steps, read) == ("", [image])
-    else:
-        assert steps == "add" and [each.meta["val"].shape for each in read] == [(1, 8, 2, 6, 5), (8, 1, 1, 1)]
-
-
-VIEWS_THAT_LEAD_ELSEWHERE = {
-    "a vector a frame": lambda sketch: frames(sketch, pair(sketch, (), (2, 8, 1, 1))),
-    "other channels": lambda sketch: sketch.call(VIEW, pair(sketch), [2, 4, 2, 6, 5]),
-    "channels with pixels": lambda sketch: sketch.call(
-        VIEW, sketch.call(VIEW, pair(sketch, format=torch.contiguous_format), [2, 48, 5]), list(SHAPE)
-    ),
-    "as many of other channels": lambda sketch: sketch.call(
-        PERMUTE, sketch.call(VIEW, sketch.call(PERMUTE, pair(sketch), [0, 2, 3, 1]), [2, 6, 10, 4]), [0, 3, 1, 2]
-    ),
-    "some channels": lambda sketch: sketch.call(SLICE, pair(sketch), 1, 0, 4),
-    "some samples": lambda sketch: sketch.call(SLICE, pair(sketch), 0, 0, 1),
-    "pixels by columns": lambda sketch: sketch.call(PERMUTE, pair(sketch), [0, 1, 3, 2]),
-    "rows": lambda sketch: sketch.call(VIEW, pair(sketch, (2, 8, 30), (2, 8, 30)), list(SHAPE)),
-    "pointwise": lambda sketch: frames(sketch, sketch.call(RELU, pair(sketch))),
-    "pixels of an input": lambda sketch: sketch.call(
-        VIEW, sketch.call(VIEW, sketch.input(format=torch.contiguous_format), [2, 8, 30]), list(SHAPE)
-    ),
-    "tokens": lambda sketch: sketch.call(
-        PERMUTE, sketch.call(VIEW, sketch.call(VIEW, sketch.input(60, 8), [20, 3, 8]), [2, 10, 3, 8]), [0, 3, 2, 1]
-    ),
-}
-
-
-def test_views_of_open_sizes(fresh_compiler):
-    """They are left: to compare sizes could settle them."""
-    convolution, norm = nn.Conv2d(8, 8, 1).bfloat16(), nn.GroupNorm(2, 8).bfloat16()
-    opened = Opened(lambda x: norm((convolution(x) + convolution(-x))[None].transpose(1, 2)), dynamic=True)
-    with torch.no_grad():
-        for size in (2, 3):
-            opened(torch.ones(size, 8, 4, size, dtype=torch.bfloat16))
-    assert [len(node.args[1]) for node in opened.nodes("normfuse.statistics.default")] == [2]
-
-
-@pytest.mark.parametrize("make", VIEWS_THAT_LEAD_ELSEWHERE.values(), ids=VIEWS_THAT_LEAD_ELSEWHERE)
-def test_other_views_are_read_as_they_were(make):
     sketch = Sketch()
     image = make(sketch)
     sketch.statistics(image)
@@ -519,46 +343,6 @@ def test_values(format, problem):
     assert error < 1e-2
     reads = [len(node.args[1]) for node in opened.nodes("normfuse.statistics.default")]
     assert reads == [2, 3, 4, 2, 3, 4, 2, 3]
-
-
-class Frames(nn.Module):
-    """Residual blocks of images and of a video, in turn."""
-
-    def __init__(self, channels=16):
-        super().__init__()
-        self.first = nn.Conv2d(3, channels, 3, padding=1)
-        self.norms = nn.ModuleList(nn.GroupNorm(4, channels) for _ in range(4))
-        kinds = [nn.Conv2d, nn.Conv3d] * 2
-        self.convolutions = nn.ModuleList(each(channels, channels, 3, padding=1) for each in kinds)
-
-    def forward(self, x, videos):
-        x = self.first(x)
-        for number, (norm, convolution) in enumerate(zip(self.norms, self.convolutions, strict=True)):
-            if number % 2:
-                x = x.unflatten(0, (videos, -1)).transpose(1, 2)
-            x = x + convolution(F.silu(norm(x)))
-            if number % 2:
-                x = x.transpose(1, 2).flatten(0, 1)
-        return x
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("videos", [1, 2])
-def test_values_of_frames(videos, dynamic, fresh_compiler):
-    """None is copied for statistics. Of open sizes, sums are written."""
-    torch.manual_seed(0)
-    model, image = Frames().bfloat16(), torch.randn(6, 3, 12, 12, dtype=torch.bfloat16)
-    opened = Opened(model, dynamic=dynamic)
-    with torch.no_grad():
-        result, exact = opened(image, videos), model.float()(image.float(), videos)
-    assert (result - exact).norm() / exact.norm() < 1e-2
-    found = opened.nodes("normfuse.statistics.default")
-    if dynamic:
-        assert [len(node.args[1]) for node in found] == [2, 2, 2, 2]
-        return
-    assert [len(node.args[1]) for node in found] == [2, 3, 4, 2]
-    sources = [residuals._source(each) for node in found for each in node.args[1]]
-    assert all(each.target is not aten.clone.default for each in sources)
 
 
 def test_errors_are_inductors(problem):
