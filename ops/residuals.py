@@ -48,6 +48,7 @@ def read_terms(graph: Graph) -> None:
         if read == [image]:
             written.add(_source(image))
             continue
+        image = node.args[1][0]  # a convolution's result with its bias, where that is one of the terms now
         kinds = [_kind(each.meta["val"], image.meta["val"]) for each in read[1:]]
         text = _with_steps(words, kinds)
         count = parse(text).chain.added_last - parse(words).chain.added_last if are_apart else 0
@@ -200,13 +201,17 @@ def _kind(value: torch.Tensor, image: torch.Tensor) -> str:
 
 
 def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], list[Node]]:
-    """The images, and as vectors the biases that Inductor adds behind convolutions on a GPU."""
+    """The images, and as vectors the biases that Inductor adds behind convolutions on a GPU.
+
+    Where a result is another convolution's input, it is written with its bias, in the place of the one without. If
+    norms read that, there would be both.
+    """
     apart: dict[Node, Node] = {}
     biases: list[Node] = []
     nodes = [node for node, _ in images]
     for node in dict.fromkeys(nodes):
         is_convolution = node.target is aten.convolution.default and node.args[2] is not None
-        if not is_convolution or not node.meta["val"].is_cuda:
+        if not is_convolution or not node.meta["val"].is_cuda or _is_convolved(node):
             continue
         with node.graph.inserting_before(node):
             bias = call_like(node, aten.view.default, node.args[2], [-1] + [1] * (node.meta["val"].ndim - 2))
@@ -215,6 +220,10 @@ def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], l
         node.replace_all_uses_with(total)
         biases += [_of_channels(bias, image)] * nodes.count(node)
     return [(apart.get(node, node), views) for node, views in images], biases
+
+
+def _is_convolved(image: Node) -> bool:
+    return any(user.target is aten.convolution.default for user in image.users)
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:

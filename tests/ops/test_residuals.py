@@ -310,6 +310,25 @@ def test_biases_of_convolutions(device):
     assert y.args[0].args[0].args == (convolution, vector)
 
 
+def test_a_bias_before_a_step():
+    """The norm takes the unrounded sum that its statistics are of."""
+    sketch = Sketch(device="cuda")
+    x = sketch.convolution(sketch.input(), sketch.input(8))
+    sketch.statistics(x, f"silu -> {TEXT}")
+    ((steps, read),) = sketch.read()
+    assert steps == "add -> silu" and subtracted_from(sketch) == [read]
+
+
+def test_a_convolution_that_another_reads():
+    """Its result is written with its bias then, in place. A norm of the one without would keep both in memory."""
+    sketch = Sketch(device="cuda")
+    bias = sketch.input(8)
+    x = sketch.convolution(sketch.input(), bias)
+    sketch._results.append(sketch.convolution(x))
+    sketch.statistics(x)
+    assert sketch.read() == [("", [x])] and x.args[2] is bias
+
+
 class Residuals(nn.Module):
     """Blocks of a network whose norms come first."""
 
