@@ -203,15 +203,15 @@ def _kind(value: torch.Tensor, image: torch.Tensor) -> str:
 def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], list[Node]]:
     """The images, and as vectors the biases that Inductor adds behind convolutions on a GPU.
 
-    Where a result is another convolution's input, it is written with its bias, in the place of the one without. If
-    norms read that, there would be both.
+    A result that is read from memory elsewhere is written with its bias, in the place of the one without. Norms read it
+    too, or both would be there.
     """
     apart: dict[Node, Node] = {}
     biases: list[Node] = []
     nodes = [node for node, _ in images]
     for node in dict.fromkeys(nodes):
         is_convolution = node.target is aten.convolution.default and node.args[2] is not None
-        if not is_convolution or not node.meta["val"].is_cuda or _is_convolved(node):
+        if not is_convolution or not node.meta["val"].is_cuda or _is_read(node):
             continue
         with node.graph.inserting_before(node):
             bias = call_like(node, aten.view.default, node.args[2], [-1] + [1] * (node.meta["val"].ndim - 2))
@@ -222,8 +222,12 @@ def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], l
     return [(apart.get(node, node), views) for node, views in images], biases
 
 
-def _is_convolved(image: Node) -> bool:
-    return any(user.target is aten.convolution.default for user in image.users)
+def _is_read(image: Node) -> bool:
+    """Whether a library's kernel or the graph's caller reads it from memory."""
+    return any(
+        user.op == "output" or user.target in _WRITTEN or (operator_name(user) in VIEWS and _is_read(user))
+        for user in image.users
+    )
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:

@@ -8,11 +8,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ops import pays, pointwise, precision, rewriting
+from ops import pays, precision, rewriting
 from ops.fuse import FusedChain, LeftChain, fuse
 from ops.graph_nodes import REFUSAL
-from ops.growth import Growth
-from ops.pointwise import Step
 from ops.rewriting import rewrite
 
 NORM = "group_norm -> silu"
@@ -161,35 +159,3 @@ def test_a_left_chain_is_left_whole(monkeypatch):
     monkeypatch.setattr(pays, "reason_for_pytorch", lambda *saved: "left")
     chain = graph_of(lambda x, w: F.gelu(F.layer_norm(F.linear(x, w), (8,))), (4, 6), (8, 6))
     assert [each.chain for each in chain] == ["linear -> layer_norm -> gelu"]
-
-
-@pytest.mark.parametrize(
-    "residual, trains, is_left",
-    [(torch.float32, True, True), (torch.float32, False, False), (torch.bfloat16, True, False)],
-    ids=["wider", "inference", "as wide"],
-)
-@pytest.mark.parametrize("begins_with_product", [True, False], ids=["product", "product before"])
-def test_a_product_and_a_wider_residual(residual, trains, is_left, begins_with_product):
-    """In training a compiler keeps their sum alone for the norm's gradient, a call both."""
-    with FakeTensorMode():
-        wide = torch.empty(4, 6, dtype=residual, requires_grad=trains)
-        product = torch.empty(4, 6, dtype=torch.bfloat16, requires_grad=trains)
-    graph = torch.fx.Graph()
-    given, weight, other = (graph.placeholder(name) for name in ("given", "weight", "other"))
-    linear = graph.call_function(F.linear, (given, weight))
-    linear.meta["example_value"], other.meta["example_value"] = product, wide
-    total = graph.call_function(torch.add, (linear, other))
-    norm = graph.call_function(F.layer_norm, (total, (6,)))
-    total.meta["example_value"] = norm.meta["example_value"] = wide
-    before = (Step(pointwise.add(wide).pointwise, other),)
-    chain = Growth(
-        linear,
-        "linear" if begins_with_product else "",
-        {"input": given, "weight": weight},
-        nodes=(total, norm),
-        before=before,
-        norm=("layer_norm", {"input": total}),
-    )
-    reason = "left to the compiler, which keeps 0.0 MB less for the backward pass"
-    assert (pays.reason_for_compiler(chain) == reason) is is_left
-    assert pays._kept_beside_sum(chain) == (4 * 6 * 2 if is_left else 0)

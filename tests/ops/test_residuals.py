@@ -319,12 +319,20 @@ def test_a_bias_before_a_step():
     assert steps == "add -> silu" and subtracted_from(sketch) == [read]
 
 
-def test_a_convolution_that_another_reads():
+READERS = {
+    "convolution": lambda sketch, x: sketch.convolution(x),
+    "product": lambda sketch, x: sketch.call(aten.mm.default, sketch.call(VIEW, x, [-1, 8]), sketch.input(8, 3)),
+    "result": lambda sketch, x: sketch.call(VIEW, x, [-1, 8]),
+}
+
+
+@pytest.mark.parametrize("reads", READERS)
+def test_a_convolution_that_something_else_reads(reads):
     """Its result is written with its bias then, in place. A norm of the one without would keep both in memory."""
     sketch = Sketch(device="cuda")
     bias = sketch.input(8)
     x = sketch.convolution(sketch.input(), bias)
-    sketch._results.append(sketch.convolution(x))
+    sketch._results.append(READERS[reads](sketch, x))
     sketch.statistics(x)
     assert sketch.read() == [("", [x])] and x.args[2] is bias
 
