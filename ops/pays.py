@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ops import convolution, direct_convolution, precision
-from ops.graph_nodes import CONVOLUTIONS, example, has_shape, is_computed_on_the_way
+from ops.graph_nodes import CONVOLUTIONS, NORMS, bound, example, has_shape, is_computed_on_the_way
 from ops.growth import Growth, size_of
 from ops.pointwise import Step
 
@@ -65,7 +65,7 @@ def _kept_beside_sum(chain: Growth) -> float:
     what it keeps with Inductor, in 0.91 of the time for 0.93, H200.)
 
     Inputs of the graph are there anyway, and so is a term of 16 bits that something else reads. Of a wider one, layers
-    under autocast keep a cast.
+    under autocast keep a cast, but norms keep it.
     """
     if not chain.norm or chain.norm[0] != "layer_norm" or not example(chain.value).requires_grad:
         return 0.0
@@ -78,7 +78,11 @@ def _kept_beside_sum(chain: Growth) -> float:
         return 0.0
     kept = 0.0
     for node, value in terms.items():
-        is_own = value.dtype.itemsize > 2 or all(user in chain.nodes for user in node.users)
+        readers = [user for user in node.users if user not in chain.nodes]
+        if value.dtype.itemsize > 2:
+            is_own = not any(bound(user)[0] in NORMS for user in readers)
+        else:
+            is_own = not (readers or (chain.contraction and node in chain.given.values()))
         if is_own and node.op not in ("placeholder", "get_attr"):
             kept += size_of(value)
     return max(kept - max(map(size_of, terms.values())), 0.0)

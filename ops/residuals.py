@@ -223,11 +223,13 @@ def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], l
 
 
 def _is_read(image: Node) -> bool:
-    """Whether a library's kernel or the graph's caller reads it from memory."""
-    return any(
-        user.op == "output" or user.target in _WRITTEN or (operator_name(user) in VIEWS and _is_read(user))
-        for user in image.users
-    )
+    """Whether a library's kernel or the graph's caller reads it, or a view of it, from memory."""
+    views = [image]
+    for each in views:
+        if any(user.op == "output" or user.target in _WRITTEN for user in each.users):
+            return True
+        views += [user for user in each.users if operator_name(user) in VIEWS]
+    return False
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:
