@@ -119,11 +119,13 @@ def operator_name(node: Node) -> str:
 
 def readers(node: Node) -> Iterator[tuple[Node, Node]]:
     """What reads a value or a view of it, and that."""
-    for user in node.users:
+    rest = [(user, node) for user in reversed(node.users)]
+    while rest:
+        user, value = rest.pop()
         if operator_name(user) in VIEWS:
-            yield from readers(user)
+            rest += [(each, user) for each in reversed(user.users)]
         else:
-            yield user, node
+            yield user, value
 
 
 def owner(node: Node) -> Node:

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from ops.calls import parse
 from ops.convolution import CHANNELS_LAST
 from ops.graph_nodes import has_shape
-from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, is_channels_last, is_known, operator_name
+from ops.layouts import CAST, STATISTICS, SUMS, VIEWS, call_like, is_channels_last, is_known, operator_name, readers
 from triton_kernels.built_in import NAMED
 
 aten = torch.ops.aten
@@ -224,12 +224,7 @@ def _with_biases_apart(images: list[_Term], image: Node) -> tuple[list[_Term], l
 
 def _is_read(image: Node) -> bool:
     """Whether a library's kernel or the graph's caller reads it, or a view of it, from memory."""
-    views = [image]
-    for each in views:
-        if any(user.op == "output" or user.target in _WRITTEN for user in each.users):
-            return True
-        views += [user for user in each.users if operator_name(user) in VIEWS]
-    return False
+    return any(user.op == "output" or user.target in _WRITTEN for user, _ in readers(image))
 
 
 def _with_steps(text: str, kinds: list[str]) -> str:

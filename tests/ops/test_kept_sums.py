@@ -10,6 +10,7 @@ from ops import pays, pointwise
 from ops.growth import Growth
 from ops.pointwise import Step
 from tests.ops.opened import Opened
+from tests.ops.test_saved_tensors import saved_tensors
 
 WIDTH = 16
 
@@ -52,18 +53,11 @@ def saved_by(add):
     """How many bytes a block saves for its backward pass, and its chains."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    block, kept = Block(add), {}
-
-    def keep(tensor):
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    opened, input = Opened(block), torch.randn(4, 6, WIDTH)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        opened(input)
-    for tensor in (*block.parameters(), input):
-        kept.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), opened.chains
+    block = Block(add)
+    opened, given = Opened(block), {**dict(block.named_parameters()), "input": torch.randn(4, 6, WIDTH)}
+    with torch.autocast("cpu", torch.bfloat16):
+        _, kept = saved_tensors(lambda input, **_: opened(input), given)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept), opened.chains
 
 
 @pytest.mark.parametrize("name", [*SUMS, *OTHERS])
@@ -109,13 +103,20 @@ class Chain:
         value = term.meta["example_value"]
         return self.step(pointwise.add(value), term)
 
-    def kept(self, after=()):
+    def growth(self, after=()):
         norm = self._of(self._graph.call_function(F.layer_norm, (self.nodes[-1], (6,))), torch.float32)
-        chain = Growth(
-            self.product, "linear", self.given, nodes=(*self.nodes, norm), before=tuple(self.steps), steps=tuple(after),
+        return Growth(
+            self.product,
+            "linear",
+            self.given,
+            nodes=(*self.nodes, norm),
+            before=tuple(self.steps),
+            steps=tuple(after),
             norm=(self.norm, {"input": self.nodes[-1]}) if self.norm else None,
-        )  # fmt: skip
-        return pays._kept_beside_sum(chain)
+        )
+
+    def kept(self, after=()):
+        return pays._kept_beside_sum(self.growth(after))
 
 
 def test_what_is_kept():
@@ -167,11 +168,7 @@ def test_where_a_call_keeps_no_more():
 
 def test_the_reason():
     chain = Chain()
-    chain.add(chain.term(torch.float32))
-    norm = chain._of(chain._graph.call_function(F.layer_norm, (chain.nodes[-1], (6,))), torch.float32)
-    growth = Growth(
-        chain.product, "linear", {}, nodes=(*chain.nodes, norm), before=tuple(chain.steps), norm=("layer_norm", {})
-    )
+    growth = chain.add(chain.term(torch.float32)).growth()
     for replays in (False, True):
         reason = "left to the compiler, which keeps 0.0 MB less for the backward pass"
         assert pays.reason_for_compiler(growth, replays) == reason

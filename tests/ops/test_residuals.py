@@ -1,6 +1,7 @@
 """Promise: where there is no backward pass, statistics read what sums of 16-bit images are of, so that values are as
 near to float32 as Inductor's."""
 
+import functools
 import itertools
 
 import pytest
@@ -323,6 +324,7 @@ READERS = {
     "convolution": lambda sketch, x: sketch.convolution(x),
     "product": lambda sketch, x: sketch.call(aten.mm.default, sketch.call(VIEW, x, [-1, 8]), sketch.input(8, 3)),
     "result": lambda sketch, x: sketch.call(VIEW, x, [-1, 8]),
+    "view of many": lambda sketch, x: functools.reduce(lambda y, _: sketch.call(VIEW, y, list(SHAPE)), range(1200), x),
 }
 
 
