@@ -108,11 +108,11 @@ def test_bias_of_sums():
 def test_accumulator():
     """A tensor core cuts off what is below 2**-25 of a block's largest product: by that blocks were chosen. A GPU that
     adds up otherwise fails here."""
-    weight = torch.zeros(2048, 2048, device=DEVICE)
+    block = [each + 8 * lane for each in range(4) for lane in range(4)]  # terms in lane order
+    weight, input = torch.zeros(2048, 2048, device=DEVICE), torch.zeros(16, 2048, device=DEVICE)
+    weight[:, block] = torch.exp2(-(torch.arange(2048, device=DEVICE) % 32).float())[:, None]
     weight[:, 0] = 1.0
-    weight[:, 1:16] = torch.exp2(-(torch.arange(2048, device=DEVICE) % 32).float())[:, None]
-    input = torch.zeros(16, 2048, device=DEVICE)
-    input[:, :16] = 1.0
+    input[:, block] = 1.0
     sums = bounded(input, weight)[0][0, :32].double()
     assert (sums[26:] == 1.0).all() and sums[24] > 1.0
     assert ((sums - weight[:32].double().sum(1)) <= 0).all(), "truncated, not rounded"

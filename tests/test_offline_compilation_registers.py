@@ -20,7 +20,7 @@ def test_products_of_few_rows(rows, order, depth):
     weight = torch.empty(8192, depth, device=META) if order == "depth" else torch.empty(depth, 8192, device=META).T
     input, bias = torch.empty(rows, depth, device=META), torch.empty(8192, device=META)
     kernels = compile_launches(lambda: products.affine(input, weight, (bias,), (rows, 8192)), 90)
-    check_registers(kernels)
+    check_registers(kernels, consumers=2)
 
 
 @pytest.mark.parametrize("orders", ["depth depth", "depth rows", "rows depth", "rows rows"])
@@ -33,10 +33,10 @@ def test_products_of_batches(sizes, orders):
         for rows, order in zip((M, N), orders.split(), strict=True)
     )
     kernels = compile_launches(lambda: products.of_batches(input, matrix.mT), 90)
-    check_registers(kernels)
+    check_registers(kernels, consumers=1 if K <= 64 else 2)
 
 
-def check_registers(kernels):
+def check_registers(kernels, consumers):
     """Where parts are added up in the output, that takes more registers than there are, but once a part alone."""
     *splitting, kernel, finishing = kernels
     assert [each.name for each in splitting] in (["split_kernel"], ["largest_kernel", "split_shared_kernel"])
@@ -44,4 +44,4 @@ def check_registers(kernels):
     assert kernel.fits and not kernel.waits_for_products
     assert not re.search(r"\bF(ADD|MUL|FMA)\S*\.FTZ", kernel.sass)
     assert kernel.spilled_bytes <= 208
-    assert kernel.sass.count("HGMMA") == 24 and kernel.sass.count("WARPGROUP.DEPBAR") == 8
+    assert kernel.sass.count("HGMMA") == 12 * consumers and kernel.sass.count("WARPGROUP.DEPBAR") == 4 * consumers

@@ -57,6 +57,14 @@ class SplitOperand:
 
 
 @triton.jit
+def in_lane_order(places):
+    """The term at each place where ``split`` stores them in this order: of each 32, bits 1 and 2 of a place change
+    places with bits 3 and 4. It is its own inverse."""
+    terms = (places & ~30) | ((places & 24) >> 2) | ((places & 6) << 2)
+    return tl.max_contiguous(tl.multiple_of(terms, 2), 2)
+
+
+@triton.jit
 def load_block(source, first, row_inside, depths, DEPTH, depth_stride):
     """The block of all rows from depth ``first`` on; zeros outside."""
     first = tl.cast(first, tl.int64)
@@ -120,6 +128,7 @@ def split_kernel(
     CLEARED,
     ROWS,
     DEPTH,
+    SPLIT_DEPTH,  # of the parts: zeros behind the operand's
     row_stride,
     depth_stride,
     matrix_stride,
@@ -128,6 +137,7 @@ def split_kernel(
     split_matrix_stride,
     MOST_LOST: tl.constexpr,
     MAY_LOSE: tl.constexpr,  # whether a row gets a scale where few of its elements lose more
+    IN_LANE_ORDER: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -138,21 +148,22 @@ def split_kernel(
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
+    terms = in_lane_order(depths) if IN_LANE_ORDER else depths
     row_inside = (rows < ROWS)[:, None]
-    source = block_at(operand, matrix, rows, depths, row_stride, depth_stride, matrix_stride)
+    source = block_at(operand, matrix, rows, terms, row_stride, depth_stride, matrix_stride)
     target = block_at(0, matrix, rows, depths, split_row_stride, split_depth_stride, split_matrix_stride)
     if WHOLE:
-        value = load_block(source, 0, row_inside, depths, DEPTH, depth_stride)
+        value = load_block(source, 0, row_inside, terms, DEPTH, depth_stride)
         largest = tl.max(magnitude(value), 1)
     else:
-        largest = largest_of(source, 0, DEPTH, row_inside, depths, DEPTH, depth_stride)
+        largest = largest_of(source, 0, DEPTH, row_inside, terms, DEPTH, depth_stride)
     up, down, is_limited = scales_of(largest)
     balance = tl.zeros((BLOCK_ROWS,), tl.int64)  # negative where a row loses too much
-    for first in range(0, DEPTH, BLOCK_DEPTH):
+    for first in range(0, SPLIT_DEPTH, BLOCK_DEPTH):
         if not WHOLE:
-            value = load_block(source, first, row_inside, depths, DEPTH, depth_stride)
+            value = load_block(source, first, row_inside, terms, DEPTH, depth_stride)
         place = target + tl.cast(first, tl.int64) * split_depth_stride
-        inside = row_inside & (depths < DEPTH - first)[None, :]
+        inside = row_inside & (depths < SPLIT_DEPTH - first)[None, :]
         balance += tl.sum(store_parts(value, up, is_limited, high, low, 0, place, inside, MOST_LOST, MAY_LOSE), 1)
     store_scale(scale + matrix * ROWS + rows, largest, down, balance, rows < ROWS)
     clear(cleared, CLEARED, BLOCK_DEPTH)
@@ -209,6 +220,7 @@ def split_shared_kernel(
     balances,  # likewise: 0
     ROWS,
     DEPTH,
+    SPLIT_DEPTH,
     row_stride,
     depth_stride,
     matrix_stride,
@@ -220,6 +232,7 @@ def split_shared_kernel(
     COUNT,
     MOST_LOST: tl.constexpr,
     MAY_LOSE: tl.constexpr,
+    IN_LANE_ORDER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
@@ -230,6 +243,7 @@ def split_shared_kernel(
     wait_for_launch_before()
     part, matrix, first_row = share_of_program(ROWS, matrices, BLOCK_ROWS)
     rows, depths = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DEPTH)
+    terms = in_lane_order(depths) if IN_LANE_ORDER else depths
     row_inside = rows < ROWS - first_row
     place = matrix * ROWS + first_row + rows
     greatest = tl.zeros((BLOCK_ROWS,), tl.int32)
@@ -237,15 +251,16 @@ def split_shared_kernel(
         found = tl.load(largest + tl.cast(each, tl.int64) * matrices * ROWS + place, mask=row_inside, other=0)
         greatest = tl.maximum(greatest, found)
     up, down, is_limited = scales_of(greatest)
-    source = rows[:, None] * row_stride + depths[None, :] * depth_stride
+    source = rows[:, None] * row_stride + terms[None, :] * depth_stride
     target = rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
     operand += matrix * matrix_stride + first_row * row_stride
     begin = matrix * split_matrix_stride + first_row * split_row_stride
     kept = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
     for block in tl.static_range(_SHARED_BLOCKS):
         first = ((parts - 1 - part) * _SHARED_BLOCKS + block) * BLOCK_DEPTH
-        inside = row_inside[:, None] & (depths < DEPTH - first)[None, :]
-        value = tl.load(operand + first * depth_stride + source, mask=inside, other=0.0)
+        of_operand = row_inside[:, None] & (terms < DEPTH - first)[None, :]
+        value = tl.load(operand + first * depth_stride + source, mask=of_operand, other=0.0)
+        inside = row_inside[:, None] & (depths < SPLIT_DEPTH - first)[None, :]
         at = begin + first * split_depth_stride
         kept += store_parts(value, up, is_limited, high, low, at, target, inside, MOST_LOST, MAY_LOSE)
     added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
@@ -258,16 +273,19 @@ def split(
     parts: int,
     *,
     may_lose: bool = True,
+    lane_order: bool = False,
     clears: torch.Tensor | None = None,
 ) -> SplitOperand:
     """Split a float32 matrix [rows, depth], or a batch of them [B, rows, depth], of any strides, into 1 or 2 parts.
 
     A row gets NaN as its scale where too many of its elements lose too much; unless it ``may_lose``, where one does.
+    In ``lane_order`` (``in_lane_order``) the parts' depth is a multiple of 32, with zeros behind the operand's.
     ``clears`` (int32) is set to 0, for the kernel behind.
     """
     *batch, rows, depth = operand.shape
     by_rows = is_transposed(operand)
-    lines, length = (depth, rows) if by_rows else (rows, depth)
+    split_depth = blocks_of(depth, 32) * 32 if lane_order else depth
+    lines, length = (split_depth, rows) if by_rows else (rows, split_depth)
     padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
     memory = torch.empty(parts, *batch, lines, padded, dtype=torch.float16, device=operand.device)[..., :length]
     if by_rows:
@@ -275,7 +293,7 @@ def split(
     scale = torch.empty(*batch, rows, dtype=torch.float32, device=operand.device)
     high, low = memory[0], memory[1] if parts == 2 else None
     result = SplitOperand(high, low, scale)
-    options: dict[str, Any] = {"MOST_LOST": _MOST_LOST[parts], "MAY_LOSE": may_lose}
+    options: dict[str, Any] = {"MOST_LOST": _MOST_LOST[parts], "MAY_LOSE": may_lose, "IN_LANE_ORDER": lane_order}
     if _shares_rows(operand):
         _split_shared(operand, result, clears, options)
         return result
@@ -298,6 +316,7 @@ def split(
         0 if clears is None else clears.numel(),
         rows,
         depth,
+        split_depth,
         *_strides(operand),
         *_strides(high),
         WHOLE=whole,
@@ -355,6 +374,7 @@ def _split_shared(
         balances,
         rows,
         depth,
+        result.high.shape[-1],
         *_strides(operand),
         *_strides(result.high),
         matrices,

@@ -61,13 +61,21 @@ class LinearRegistersConfig:
     block_m: int
     #: 64 rows of the weight for each of two warpgroups.
     block_n: int = 128
+    #: Among how many partitions of warps they are divided: 1 or 2. Two need not wait for each other, but each has its
+    #: instructions, for which the cache is too small where a tile has few steps.
+    consumers: int = 2
     group_m: int = 8
     #: Whether results go through shared memory.
     is_staged: bool = False
 
     @classmethod
-    def of_rows(cls, M: int) -> "LinearRegistersConfig":
-        return cls(min(max(next_power_of_2(M), 16), 128))
+    def of_rows(cls, M: int, steps: int) -> "LinearRegistersConfig":
+        """For M rows of the input, and so many steps of 64 terms."""
+        return cls(min(max(next_power_of_2(M), 16), 128), consumers=1 if steps == 1 else 2)
+
+    @property
+    def consumer_rows(self) -> int:
+        return self.block_n // self.consumers
 
     @property
     def stages(self) -> int:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.device import multiprocessor_count
-from triton_kernels.float32_parts import LOW_SCALE, bounds_of
+from triton_kernels.float32_parts import LOW_SCALE, bounds_of, magnitude
 from triton_kernels.float32_split import split
 from triton_kernels.float32_tiles import LinearRegistersConfig, steps_of_parts
 from triton_kernels.grid import blocks_of
@@ -38,11 +38,9 @@ from triton_kernels.hopper_memory import async_store, load_box, view
 from triton_kernels.launch import launch, wait_for_launch_before
 from triton_kernels.linear import tile_count, tile_place
 from triton_kernels.linear_registers_finish import finish
-from triton_kernels.linear_split_sums import check_scales
 
 #: Terms of a step, which share a scale, and those that tensor cores add up.
 BLOCK_K, _BLOCK = gl.constexpr(64), gl.constexpr(16)
-_HALF = gl.constexpr(64)
 
 
 @triton.constexpr_function
@@ -51,10 +49,37 @@ def matrix_layout(layout):
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
 
 
+@triton.constexpr_function
+def in_lane_order(rows):
+    """A tile [rows, 64] of float32 that TMA copied, depth last, with its terms in this order (``float32_split``).
+
+    A lane of tensor cores takes terms 2i, 2i + 1, 2i + 8 and 2i + 9 of each 16. Here these are adjacent in memory, and
+    eight lanes take theirs from as many different groups of banks."""
+    bases = [[0, 1], [0, 8], [0, 16], [0, 2], [0, 4], [1, 16], [2, 2], [4, 4]]
+    more_rows = [[8 << bit, 0] for bit in range((rows // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout(offset_bases=bases + more_rows + [[0, 32]], alignment=128)
+
+
 @gluon.jit
 def load_block(tile, place: gl.constexpr, LAYOUT: gl.constexpr):
     """16 columns of the tile [rows, 64] of shared memory, as tensor cores take them."""
     return tile.slice(place, _BLOCK, 1).load(gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+
+
+@gluon.jit
+def greater(a, b):
+    """The greater magnitude, with some sign; NaN where one is."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def fetch(pointers):
+    """Begin to bring memory into the nearest cache. A load would take a register until its result is needed."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -96,10 +121,10 @@ def split_in_registers(tile, LAYOUT: gl.constexpr):
     and the ``bounds_of`` them."""
     a, b = load_block(tile, 0, LAYOUT), load_block(tile, 16, LAYOUT)
     c, d = load_block(tile, 32, LAYOUT), load_block(tile, 48, LAYOUT)
-    e, f, g, h = twice(a), twice(b), twice(c), twice(d)
-    largest = gl.max(gl.maximum(gl.maximum(e, f), gl.maximum(g, h)), 1)
-    least = gl.min(gl.minimum(gl.minimum(e - 1, f - 1), gl.minimum(g - 1, h - 1)), 1)
-    up, down, bound = bounds_of((largest >> 1).to(gl.int32), least)
+    largest = gl.reduce(greater(greater(a, b), greater(c, d)), 1, greater)
+    e, f, g, h = twice(a) - 1, twice(b) - 1, twice(c) - 1, twice(d) - 1
+    least = gl.min(gl.minimum(gl.minimum(gl.minimum(e, f), g), h), 1)
+    up, down, bound = bounds_of(magnitude(largest), least)
     up = gl.expand_dims(up, 1)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     scale = gl.expand_dims(gl.convert_layout(down, OF_ROWS, assert_trivial=True), 1)
@@ -120,8 +145,12 @@ def place_of(item, sizes, IN_PARTS: gl.constexpr, CONFIG: gl.constexpr):
     B, M, N, steps, part_steps, _ = sizes
     tiles = tile_count(M, N, CONFIG)
     m, n = tile_place(item % tiles, M, N, CONFIG)
-    first = item // tiles // B
-    return item // tiles % B, m, n, first, first + 1 if IN_PARTS else gl.cdiv(steps, part_steps)
+    if IN_PARTS:
+        first = item // tiles // B
+        place = item // tiles % B, m, n, first, first + 1
+    else:
+        place = item // tiles, m, n, 0, gl.cdiv(steps, part_steps)
+    return place
 
 
 @gluon.jit
@@ -140,6 +169,7 @@ def copy_in(
     """The producer."""
     BYTES: gl.constexpr = (CONFIG.block_n * 4 + 2 * CONFIG.block_m * 2) * BLOCK_K
     STAGES: gl.constexpr = CONFIG.stages
+    CONSUMERS: gl.constexpr = CONFIG.consumers
     weight_tiles, input_tiles = memory
     ready, empty = barriers
     B, M, N, steps, part_steps, is_own = sizes
@@ -150,8 +180,10 @@ def copy_in(
             stage, depth = count % STAGES, step * BLOCK_K
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            of_weight = [batch, depth, n] if DEPTH_FIRST else [batch, n, depth]
-            load_box(weight, of_weight, ready.index(stage), weight_tiles.index(stage))
+            for i in gl.static_range(CONSUMERS):
+                row = n + i * CONFIG.consumer_rows
+                of_weight = [batch, depth, row] if DEPTH_FIRST else [batch, row, depth]
+                load_box(weight, of_weight, ready.index(stage), weight_tiles.index(CONSUMERS * stage + i))
             of_input = [batch * is_own, depth, m] if INPUT_DEPTH_FIRST else [batch * is_own, m, depth]
             load_box(high, of_input, ready.index(stage), input_tiles.index(2 * stage))
             load_box(low, of_input, ready.index(stage), input_tiles.index(2 * stage + 1))
@@ -175,7 +207,7 @@ def multiply(
     memory,
     barriers,
     sizes,
-    HALF: gl.constexpr,
+    PLACE: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
     INPUT_DEPTH_FIRST: gl.constexpr,
     TRANSPOSED: gl.constexpr,
@@ -183,28 +215,35 @@ def multiply(
     ADDS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """A consumer: HALF of a tile's rows."""
+    """The consumer at this PLACE of a tile's rows."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
+    ROWS: gl.constexpr = CONFIG.consumer_rows
     STAGES: gl.constexpr = CONFIG.stages
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     weight_tiles, input_tiles = memory
     input_scale, weight_bounds = scales
     ready, empty = barriers
     B, M, N, steps, part_steps, is_own = sizes
-    of_half = HALF * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, LAYOUT))
-    of_input = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    of_rows = PLACE * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    of_input = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [ROWS // 16], [0]))  # one for each thread
     count = 0
     for item in range(gl.program_id(0), item_count(sizes, IN_PARTS, CONFIG), gl.num_programs(0)):
         batch, m, n, first, end = place_of(item, sizes, IN_PARTS, CONFIG)
+        scale_of_input = input_scale + batch * is_own * M
+        fetch(scale_of_input + gl.minimum(m + of_input, M - 1))
         for part in range(first, end):
-            total = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
-            block = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
-            mixed = gl.zeros((_HALF, BLOCK_M), gl.float32, layout=LAYOUT)
-            bound = gl.zeros((_HALF,), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
+            total = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=LAYOUT)
+            block = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=LAYOUT)
+            mixed = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=LAYOUT)
+            bound = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
             for _ in range(part * part_steps, gl.minimum(part * part_steps + part_steps, steps)):
                 stage = count % STAGES
-                tile = weight_tiles.index(stage)
-                tile = (tile.permute((1, 0)) if DEPTH_FIRST else tile).slice(HALF * _HALF, _HALF, 0)
+                tile = weight_tiles.index(CONFIG.consumers * stage + PLACE)
+                if DEPTH_FIRST:
+                    tile = tile.permute((1, 0))
+                else:
+                    tile = view(tile, tile.dtype, [ROWS, BLOCK_K], in_lane_order(ROWS))
                 mbarrier.wait(ready.index(stage), count // STAGES & 1)
                 blocks, scale, of_step = split_in_registers(tile, LAYOUT)
                 bound += of_step
@@ -223,37 +262,40 @@ def multiply(
                 total += mixed * (scale * (1.0 / LOW_SCALE))
                 count += 1
             behind = count >> 31  # 0: what depends on it takes no registers before
-            rows, columns = n + behind + of_half, m + behind + of_input
+            rows, input_rows = n + behind + of_rows, m + behind + of_input
+            of_column = gl.load(scale_of_input + input_rows, mask=input_rows < M, other=1.0)
             is_bounded = (bound != 0.0) & (rows < N)
-            gl.atomic_max(weight_bounds + batch * N + rows, bound.to(gl.int32, bitcast=True), mask=is_bounded)
+            bits = bound.to(gl.int32, bitcast=True)
+            gl.atomic_max(weight_bounds + batch * N + rows, bits, mask=is_bounded, sem="relaxed")
             gl.store(any_rest + rows * 0, gl.full_like(rows, 1), mask=is_bounded)
-            if HALF == 0:
-                check_scales(input_scale + batch * is_own * M, m + behind, M, any_rest, BLOCK_M, 4)
-            of_columns = gl.load(input_scale + batch * is_own * M + columns, mask=columns < M, other=1.0)
-            total *= gl.expand_dims(of_columns, 0)
+            if PLACE == 0:
+                gl.store(any_rest + of_input * 0, gl.full_like(of_input, 1), mask=of_column != of_column)
+            total *= gl.expand_dims(gl.convert_layout(of_column, OF_COLUMNS), 0)
             if bias is not None:
                 if TRANSPOSED:
-                    total += gl.expand_dims(gl.load(bias + columns, mask=(columns < M) & (part == 0), other=0.0), 0)
+                    shift = gl.load(bias + input_rows, mask=(input_rows < M) & (part == 0), other=0.0)
+                    total += gl.expand_dims(gl.convert_layout(shift, OF_COLUMNS), 0)
                 else:
                     total += gl.expand_dims(gl.load(bias + rows, mask=(rows < N) & (part == 0), other=0.0), 1)
             of_part = (part * B if IN_PARTS else 0) + batch
             if staged is None:
+                columns = m + behind + gl.arange(0, BLOCK_M, layout=OF_COLUMNS)
                 inside = gl.expand_dims(rows < N, 1) & gl.expand_dims(columns < M, 0)
                 place = of_part.to(gl.int64) * M * N + _elements(rows, columns, M, N, TRANSPOSED)
                 if ADDS:
                     total += gl.load(output + place, mask=inside & (part > 0), other=0.0)
                 gl.store(output + place, total, mask=inside)
             else:
-                result = results.index(HALF)
+                result = results.index(PLACE)
                 box = view(result, staged.dtype, staged.block_shape, staged.layout)
                 if TRANSPOSED:
                     result.store(total)
                     fence_async_shared()
-                    async_store(staged, [of_part, n + HALF * _HALF, m], box)
+                    async_store(staged, [of_part, n + PLACE * ROWS, m], box)
                 else:
                     result.permute((1, 0)).store(total)
                     fence_async_shared()
-                    async_store(staged, [of_part, m, n + HALF * _HALF], box)
+                    async_store(staged, [of_part, m, n + PLACE * ROWS], box)
     if staged is not None:
         tma.store_wait(pendings=0)
 
@@ -298,35 +340,52 @@ def linear_registers_kernel(
     wait_for_launch_before()
     STAGES: gl.constexpr = CONFIG.stages
     weight_tiles = gl.allocate_shared_memory(
-        gl.float32, [STAGES] + weight.block_shape[1:], matrix_layout(weight.layout)
+        gl.float32, [STAGES * CONFIG.consumers] + weight.block_shape[1:], matrix_layout(weight.layout)
     )
     input_tiles = gl.allocate_shared_memory(gl.float16, [2 * STAGES] + high.block_shape[1:], matrix_layout(high.layout))
     if staged is None:
         results = input_tiles  # none are kept there
     else:
-        results = gl.allocate_shared_memory(gl.float32, [2] + staged.block_shape[1:], matrix_layout(staged.layout))
+        results = gl.allocate_shared_memory(
+            gl.float32, [CONFIG.consumers] + staged.block_shape[1:], matrix_layout(staged.layout)
+        )
     memory = (weight_tiles, input_tiles)
-    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, 2))
+    barriers = (new_barriers(STAGES, 1), new_barriers(STAGES, CONFIG.consumers))
     fence_async_shared()
     sizes = (B, M, N, steps, part_steps, is_own)
     # fmt: off
-    gl.warp_specialize(
-        [
-            (multiply, (
-                output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
-                0, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
-            )),
-            (multiply, (
-                output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
-                1, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
-            )),
-            (copy_in, (
-                weight, high, low, memory, barriers, sizes, DEPTH_FIRST, INPUT_DEPTH_FIRST, IN_PARTS, CONFIG,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if CONFIG.consumers == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
+                    0, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
+                )),
+                (copy_in, (
+                    weight, high, low, memory, barriers, sizes, DEPTH_FIRST, INPUT_DEPTH_FIRST, IN_PARTS, CONFIG,
+                )),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
+                    0, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
+                )),
+                (multiply, (
+                    output, staged, results, scales, bias, any_rest, memory, barriers, sizes,
+                    1, DEPTH_FIRST, INPUT_DEPTH_FIRST, TRANSPOSED, IN_PARTS, ADDS, CONFIG,
+                )),
+                (copy_in, (
+                    weight, high, low, memory, barriers, sizes, DEPTH_FIRST, INPUT_DEPTH_FIRST, IN_PARTS, CONFIG,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     # fmt: on
 
 
@@ -349,11 +408,11 @@ def linear_registers(
     (inputs, M, K), (B, N, _) = input.shape, weight.shape
     assert inputs in (1, B)
     bounds, any_rest = memory[:-1], memory[-1:]
-    parts_of_input = split(input, 2, may_lose=False, clears=memory)
+    parts_of_input = split(input, 2, may_lose=False, lane_order=not _is_depth_first(weight), clears=memory)
     scales = parts_of_input.scale, bounds
     multiprocessors = multiprocessor_count(output.device)
     steps, part_steps = blocks_of(K, BLOCK_K.value), steps_of_parts(B * N, K, multiprocessors)
-    config, parts = LinearRegistersConfig.of_rows(M), blocks_of(steps, part_steps)
+    config, parts = LinearRegistersConfig.of_rows(M, steps), blocks_of(steps, part_steps)
     tiles = B * blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     in_parts = tiles < multiprocessors and blocks_of(tiles * parts, multiprocessors) < parts
     target = output.new_empty(parts, *output.shape) if in_parts else output
@@ -361,16 +420,16 @@ def linear_registers(
     matrices = target.view(-1, *target.shape[-2:])
     if not adds and part_steps <= config.most_staged_steps and is_matrix_copyable(matrices):
         config = replace(config, is_staged=True)
-    half = [config.block_n // 2, config.block_m]
+    rows = [config.consumer_rows, config.block_m]
     launch(
         linear_registers_kernel,
         (min(tiles * (parts if in_parts else 1), multiprocessors),),
         output.device,
-        _of_step(weight, config.block_n),
+        _of_step(weight, config.consumer_rows),
         _of_step(parts_of_input.high, config.block_m),
         _of_step(parts_of_input.low, config.block_m),  # type: ignore[arg-type]
         target,
-        _descriptor(matrices, half if transposed else half[::-1]) if config.is_staged else None,
+        _descriptor(matrices, rows if transposed else rows[::-1]) if config.is_staged else None,
         scales,
         None if in_parts else bias,
         any_rest,
@@ -387,7 +446,7 @@ def linear_registers(
         ADDS=adds,
         CONFIG=config,
         config=config,
-        num_warps=4,
+        num_warps=config.consumer_rows // 16,
     )
     sums = target if in_parts else None
     finish(sums, parts, input, weight, scales, bias, any_rest, output=output, transposed=transposed)

@@ -228,8 +228,28 @@ def test_parts_of_few_rows_products(columns, depth):
 
 
 def test_tiles_of_few_rows_products():
-    configs = [LinearRegistersConfig.of_rows(rows) for rows in (1, 16, 17, 64, 65, 511, 4000)]
+    configs = [LinearRegistersConfig.of_rows(rows, 2) for rows in (1, 16, 17, 64, 65, 511, 4000)]
     assert [each.block_m for each in configs] == [16, 16, 32, 64, 128, 128, 128]
+
+
+@pytest.mark.parametrize("order", ["depth", "rows", "strided"])
+@pytest.mark.parametrize("shape", [(3, 1), (3, 2049), (40, 300), (9, 640), (2, 20000), (70, 1000)], ids=str)
+def test_lane_order(shape, order):
+    """The same parts and scales, in the order in which an operand in registers is loaded: of 32 terms in two blocks of
+    16, lane i of 4 loads terms 8i to 8i + 7, and tensor cores take 2i, 2i + 1, 2i + 8 and 2i + 9 of each block."""
+    operand = matrix(*shape, order=order)
+    plain, ordered = (split(operand, 2, may_lose=False, lane_order=each) for each in (False, True))
+    terms = torch.empty(2, 16, dtype=torch.int64)
+    for lane in range(4):
+        for block in range(2):
+            terms[block, [2 * lane, 2 * lane + 1, 2 * lane + 8, 2 * lane + 9]] = 8 * lane + 4 * block + torch.arange(4)
+    rows, depth = shape
+    whole_blocks = -(-depth // 32)
+    places = torch.arange(whole_blocks)[:, None] * 32 + terms.flatten()
+    torch.testing.assert_close(ordered.scale, plain.scale, rtol=0, atol=0)
+    for one, other in ((ordered.high, plain.high), (ordered.low, plain.low)):
+        padded = torch.nn.functional.pad(other, (0, whole_blocks * 32 - depth))
+        torch.testing.assert_close(one, padded[:, places.flatten()], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
