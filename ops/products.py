@@ -13,9 +13,10 @@ from ops import precision
 from ops.calls import Arguments, rows_of
 from triton_kernels.chain import Chain
 from triton_kernels.chains import LINEAR
+from triton_kernels.device import multiprocessor_count
 from triton_kernels.float32_block_split import BlockSplit, split_blocks
 from triton_kernels.float32_split import SplitOperand, is_transposed, split
-from triton_kernels.float32_tiles import LinearSplitConfig
+from triton_kernels.float32_tiles import LinearSplitConfig, rows_at_a_time
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import runs_hopper_kernels
 from triton_kernels.image_copy import copy_image
@@ -91,11 +92,32 @@ def product(
     (M, _), N = input.shape, weight.shape[0]
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     left = torch.empty(tiles, dtype=torch.int32, device=input.device)
-    first, second = halves
-    first = first or _split(input, config, None if second is None else left)
-    second = second or _split(weight, config, left)
-    linear_split(first, second, chain, config, operands, left=left, **arguments)
+    given, parts, clears = (input, weight), list(halves), left
+    turn, rows = _in_turns(given, config, halves)
+    if parts[1 - turn] is None:
+        parts[1 - turn], clears = _split(given[1 - turn], config, clears), None
+    for first in range(0, given[turn].shape[0], rows):
+        if halves[turn] is None:
+            parts[turn] = None  # so that the next have its memory
+            parts[turn], clears = _split(given[turn][first : first + rows], config, clears), None
+        place = (0, first, M, N) if turn else (first, 0, M, N)
+        linear_split(*parts, chain, config, operands, left=left, place=place, **arguments)
     linear(input, weight, chain, config.rest, operands, left=left, **precisely)
+
+
+def _in_turns(
+    operands: tuple[torch.Tensor, torch.Tensor], config: LinearSplitConfig, halves: Sequence[BlockSplit | None]
+) -> tuple[int, int]:
+    """Which of the operands, 0 or 1, is split some rows at a time, and how many: the larger of those that were not
+    split before."""
+    turn = max((place for place in (0, 1) if halves[place] is None), key=lambda place: operands[place].shape[0])
+    operand, others = operands[turn], operands[1 - turn]
+    tile, of_others = (config.block_m, config.block_n)[:: -1 if turn else 1]
+    tiles_of_others, row_bytes = blocks_of(others.shape[0], of_others), 2 * config.parts * operand.shape[1]
+    rows = rows_at_a_time(
+        operand.shape[0], tile, max(tiles_of_others, 1), row_bytes, multiprocessor_count(operand.device)
+    )
+    return turn, max(rows, 1)
 
 
 def _split(operand: torch.Tensor, config: LinearSplitConfig, clears: torch.Tensor | None) -> SplitOperand | BlockSplit:

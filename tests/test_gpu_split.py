@@ -18,7 +18,7 @@ from tests.accuracy import run
 from tests.chains import L30, L75, L94, LINEAR, LINEAR_CHAINS, Problem, chain_id, with_layout
 from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from tests.test_nonfinite import check_places
-from triton_kernels import chains
+from triton_kernels import chains, float32_tiles
 from triton_kernels.chain import Chain
 from triton_kernels.float32_tiles import LinearSplitConfig, sections_of
 from triton_kernels.grid import blocks_of
@@ -142,6 +142,40 @@ def test_small_rows_that_are_left(value, parts, in_blocks):
     if value == 2.0**100:
         huge = result[140, :270]
         assert relative_error(huge, expected[140, :270]) <= TOLERANCES[2]
+
+
+@by_scales
+@pytest.mark.parametrize("size", [(9000, 600), (600, 9000)], ids=str)
+def test_small_products_in_turns(monkeypatch, size, parts, in_blocks):
+    """Some rows of the larger operand at a time: the same bits as all at once, epilogue and what is left included."""
+    rows, columns = size
+    input, weight = operand(rows, 200, "rows", 0), operand(columns, 200, "depth", 1)
+    input[-300, 3], weight[-200, 9] = torch.nan, 2.0**100
+    config, options = LinearSplitConfig(parts, in_blocks=in_blocks), {"eps": 1e-5, "group_size": 8}
+    chain = chains.LINEAR_HARDTANH_MISH_GROUP_NORM
+    operands = (torch.randn(columns, device=DEVICE), None, (-0.5, 1.5), None, None, None)
+
+    def run():
+        output, saved = torch.empty(2, rows, columns, device=DEVICE)
+        products.product(input, weight, chain, config, operands, output=output, saved=saved, **options)
+        return output, saved
+
+    whole = run()
+    monkeypatch.setattr(float32_tiles, "_KEPT_BYTES", 2**18)
+    turn, some = products._in_turns((input, weight), config, (None, None))
+    assert turn == (0 if rows > columns else 1) and some < 9000
+    torch.testing.assert_close(run(), whole, rtol=0, atol=0, equal_nan=True)
+
+
+def test_memory_of_turns():
+    """As many bytes of a weight's parts as are kept at a time, and not all: 64 of 256 MiB."""
+    input, weight = operand(1024, 8192, "depth", 0), operand(8192, 8192, "depth", 1)
+    output = torch.empty(1024, 8192, device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    products.product(input, weight, chains.LINEAR, LinearSplitConfig(2), (None,), output=output)
+    assert torch.cuda.max_memory_allocated() - before <= (32 + 64 + 1) * 2**20
 
 
 def data(kind, rows, depth, seed):

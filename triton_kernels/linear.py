@@ -141,6 +141,15 @@ def tile_place(tile, M, N, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def tile_at(row, column, M, N, CONFIG: tl.constexpr):
+    """The tile of which ``tile_place`` is this."""
+    tile_m, tile_n = row // CONFIG.block_m, column // CONFIG.block_n
+    first_m = tile_m // CONFIG.group_m * CONFIG.group_m
+    group_m = tl.minimum(tl.cdiv(M, CONFIG.block_m) - first_m, CONFIG.group_m)
+    return first_m * tl.cdiv(N, CONFIG.block_n) + tile_n * group_m + tile_m - first_m
+
+
+@triton.jit
 def multiply_tile(
     input,
     weight,

@@ -25,7 +25,7 @@ from triton_kernels.grid import indices as triton_indices
 from triton_kernels.hopper_barriers import new_barriers
 from triton_kernels.hopper_memory import async_load
 from triton_kernels.launch import launch, wait_for_launch_before
-from triton_kernels.linear import store_pointers, tile_count, tile_place
+from triton_kernels.linear import store_pointers, tile_at, tile_count, tile_place
 from triton_kernels.linear_split_sums import check_scales, multiply_blocks, multiply_once, multiply_rows, release
 
 #: Rows of a program that adds up sections.
@@ -68,7 +68,7 @@ def item_count(M, N, sections, shares, CONFIG: gl.constexpr):
 
 @gluon.jit
 def item_place(item, M, N, K, sections, shares, CONFIG: gl.constexpr):
-    """Which tile it is, row and column, and terms (first, end), of a tile or section."""
+    """Row and column, and terms (first, end), of a tile or section."""
     first, end = 0, K
     tile = item
     if sections is not None:
@@ -79,7 +79,14 @@ def item_place(item, M, N, K, sections, shares, CONFIG: gl.constexpr):
             first = (item - whole) // divided * depth
             end = gl.minimum(first + depth, K)
     row, column = tile_place(tile, M, N, CONFIG)
-    return tile, row, column, first, end
+    return row, column, first, end
+
+
+@gluon.jit
+def tile_of_result(row, column, of_result, CONFIG: gl.constexpr):
+    """Which of the result's tiles one of the operands' is."""
+    begin_row, begin_column, M, N = of_result
+    return tile_at(begin_row + row, begin_column + column, M, N, CONFIG)
 
 
 @gluon.jit
@@ -104,7 +111,7 @@ def copy_in(
     ready, empty = barriers
     count = 0
     for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
-        _, row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
+        row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
         for depth in range(first, first + gl.cdiv(end - first, CONFIG.terms) * CONFIG.terms, CONFIG.block_k):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
@@ -128,6 +135,7 @@ def multiply(
     barriers,
     sections,
     shares,
+    of_result,
     M,
     N,
     K,
@@ -144,10 +152,11 @@ def multiply(
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     count = 0
     for item in range(gl.program_id(0), item_count(M, N, sections, shares, CONFIG), gl.num_programs(0)):
-        tile, row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
+        row, column, first, end = item_place(item, M, N, K, sections, shares, CONFIG)
         if not CONFIG.in_blocks:  # while registers are free
-            check_scales(scales[0][0], row, M, left + tile, BLOCK_M, 8)
-            check_scales(scales[1][0], column, N, left + tile, BLOCK_N, 8)
+            is_left = left + tile_of_result(row, column, of_result, CONFIG)
+            check_scales(scales[0][0], row, M, is_left, BLOCK_M, 8)
+            check_scales(scales[1][0], column, N, is_left, BLOCK_N, 8)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=LAYOUT)
         if CONFIG.in_blocks:
             total, count, factors = multiply_blocks(
@@ -159,13 +168,14 @@ def multiply(
             total, count = multiply_once(total, first, end, count, memory, barriers, DEPTHS_FIRST, CONFIG)
         release(barriers, count - 1, CONFIG)
         if CONFIG.in_blocks:
-            gl.store(left + tile, 1, mask=factors != factors)
+            gl.store(left + tile_of_result(row, column, of_result, CONFIG), 1, mask=factors != factors)
         else:
             of_rows = gl.load(scales[0][0] + row + rows, mask=rows < M - row, other=1.0)
             of_columns = gl.load(scales[1][0] + column + columns, mask=columns < N - column, other=1.0)
             total *= gl.expand_dims(of_rows, 1)
             total *= gl.expand_dims(of_columns, 0)
-        place = (row, column, M, N)
+        begin_row, begin_column, rows_of_result, columns_of_result = of_result
+        place = (begin_row + row, begin_column + column, rows_of_result, columns_of_result)
         whole, _, _ = shares
         if sections is not None and item >= whole:
             place = ((item - whole) * BLOCK_M, 0, (item - whole + 1) * BLOCK_M, BLOCK_N)
@@ -182,8 +192,8 @@ def linear_split_kernel(
     input_low,
     weight,  # [N, K] likewise
     weight_low,
-    output,  # [M, N], for the epilogue
-    saved,  # [M, N]: what the backward pass needs; None where nothing is saved
+    output,  # all rows by all columns, for the epilogue
+    saved,  # likewise: what the backward pass needs; None where nothing is saved
     scales,  # of both operands: (pointer, 0, 0) to one of each row, or (pointer, stride, stride) to one of each block
     left,  # int32 [tiles]: 0, set to 1 where a tile has no scale somewhere
     sections,  # float32 [count x tiles left x BLOCK_M, BLOCK_N]: products of sections of K; None where there are none
@@ -192,7 +202,8 @@ def linear_split_kernel(
     section_depth,
     operands,  # of the chain's steps, for the epilogue
     eps,
-    M,
+    of_result,  # the first row and column to compute, and all of the result's
+    M,  # to compute
     N,
     K,
     DEPTHS_FIRST: gl.constexpr,  # whether the operands' parts are
@@ -216,7 +227,7 @@ def linear_split_kernel(
     gl.warp_specialize(
         [
             (multiply, (
-                output, saved, scales, left, operands, eps, memory, barriers, sections, shares, M, N, K,
+                output, saved, scales, left, operands, eps, memory, barriers, sections, shares, of_result, M, N, K,
                 DEPTHS_FIRST, CHAIN, GROUP_SIZE, CONFIG,
             )),
             (copy_in, (
@@ -239,6 +250,7 @@ def linear_sections_kernel(
     eps,
     whole,
     count,
+    of_result,
     M,
     N,
     CHAIN: tl.constexpr,
@@ -258,7 +270,8 @@ def linear_sections_kernel(
     total = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for section in range(count):
         total += tl.load(source + (section * divided + item).to(tl.int64) * (CONFIG.block_m * BLOCK_N))
-    place = (row + strip * ROWS, column, M, N)
+    begin_row, begin_column, rows_of_result, columns_of_result = of_result
+    place = (begin_row + row + strip * ROWS, begin_column + column, rows_of_result, columns_of_result)
     chain_epilogue(
         total, place, output, saved, operands, eps, store_pointers, triton_indices, CHAIN, GROUP_SIZE, tl.float32
     )
@@ -291,11 +304,15 @@ def linear_split(
     *,
     left: torch.Tensor,
     output: torch.Tensor,
+    place: tuple[int, int, int, int] | None = None,
     saved: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     eps: float = 0.0,
     group_size: int = 1,
 ) -> None:
     """As ``triton_kernels.linear.linear``, for operands [M, K] and [N, K] that were split into ``config.parts``.
+
+    They may be some rows of the chain's. ``place`` is then the first row and column of their results, which are
+    multiples of a tile's, and the number of all rows and columns.
 
     Both or none are split in blocks. A tile that has no scale somewhere is written too, with wrong values, and noted in
     ``left`` (int32 [tiles], 0 before). ``linear`` with ``left`` must follow.
@@ -306,6 +323,7 @@ def linear_split(
     (M, K), N = input.high.shape, weight.high.shape[0]
     if M == 0 or N == 0:
         return
+    place = place or (0, 0, M, N)
     assert all(isinstance(each, BlockSplit) == config.in_blocks for each in (input, weight))
     tiles, terms = blocks_of(M, config.block_m) * blocks_of(N, config.block_n), config.terms
     multiprocessors = multiprocessor_count(output.device)
@@ -331,6 +349,7 @@ def linear_split(
         depth,
         tuple(operands),
         eps,
+        place,
         M,
         N,
         K,
@@ -354,6 +373,7 @@ def linear_split(
         eps,
         whole,
         count,
+        place,
         M,
         N,
         CHAIN=chain,
