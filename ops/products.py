@@ -92,32 +92,32 @@ def product(
     (M, _), N = input.shape, weight.shape[0]
     tiles = blocks_of(M, config.block_m) * blocks_of(N, config.block_n)
     left = torch.empty(tiles, dtype=torch.int32, device=input.device)
-    given, parts, clears = (input, weight), list(halves), left
-    turn, rows = _in_turns(given, config, halves)
-    if parts[1 - turn] is None:
-        parts[1 - turn], clears = _split(given[1 - turn], config, clears), None
-    for first in range(0, given[turn].shape[0], rows):
-        if halves[turn] is None:
-            parts[turn] = None  # so that the next have its memory
-            parts[turn], clears = _split(given[turn][first : first + rows], config, clears), None
-        place = (0, first, M, N) if turn else (first, 0, M, N)
+    turn, rows = _in_turns((input, weight), config, halves)
+    larger, smaller = (input, weight) if turn == 0 else (weight, input)
+    before = halves[1 - turn]
+    of_smaller = before or _split(smaller, config, left)
+
+    def multiply_some(first: int) -> None:
+        some = _split(larger[first : first + rows], config, left if before and first == 0 else None)
+        parts = (some, of_smaller) if turn == 0 else (of_smaller, some)
+        place = (first, 0, M, N) if turn == 0 else (0, first, M, N)
         linear_split(*parts, chain, config, operands, left=left, place=place, **arguments)
+
+    for first in range(0, larger.shape[0], rows):
+        multiply_some(first)  # in whose parts' memory the next ones lie
     linear(input, weight, chain, config.rest, operands, left=left, **precisely)
 
 
 def _in_turns(
     operands: tuple[torch.Tensor, torch.Tensor], config: LinearSplitConfig, halves: Sequence[BlockSplit | None]
 ) -> tuple[int, int]:
-    """Which of the operands, 0 or 1, is split some rows at a time, and how many: the larger of those that were not
-    split before."""
+    """Which operand is split some rows at a time, the larger of those that were not split before, and how many."""
     turn = max((place for place in (0, 1) if halves[place] is None), key=lambda place: operands[place].shape[0])
-    operand, others = operands[turn], operands[1 - turn]
-    tile, of_others = (config.block_m, config.block_n)[:: -1 if turn else 1]
-    tiles_of_others, row_bytes = blocks_of(others.shape[0], of_others), 2 * config.parts * operand.shape[1]
-    rows = rows_at_a_time(
-        operand.shape[0], tile, max(tiles_of_others, 1), row_bytes, multiprocessor_count(operand.device)
-    )
-    return turn, max(rows, 1)
+    rows, others = operands[turn].shape[0], operands[1 - turn].shape[0]
+    tile, of_others = (config.block_m, config.block_n) if turn == 0 else (config.block_n, config.block_m)
+    row_bytes = 2 * config.parts * operands[turn].shape[1]
+    multiprocessors = multiprocessor_count(operands[turn].device)
+    return turn, rows_at_a_time(rows, tile, blocks_of(others, of_others), row_bytes, multiprocessors)
 
 
 def _split(operand: torch.Tensor, config: LinearSplitConfig, clears: torch.Tensor | None) -> SplitOperand | BlockSplit:
