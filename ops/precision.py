@@ -122,7 +122,8 @@ def multiplier(
     """What multiplies input [M, K] and weight [N, K]: the chains' kernel, ``linear_registers_hopper`` or cuBLAS.
 
     ``may_divide``: the chains' kernel may add up K in sections where the input is transposed, so that its layout
-    decides how results are rounded.
+    decides how results are rounded. (In registers the weight's does: whether K is its last dimension decides in which
+    order terms are added.)
     """
     if not multiplies_by_cublas(input, weight.shape[0], *biases, may_divide=may_divide):
         return "kernel"

@@ -113,11 +113,11 @@ def _in_turns(
 ) -> tuple[int, int]:
     """Which operand is split some rows at a time, the larger of those that were not split before, and how many."""
     turn = max((place for place in (0, 1) if halves[place] is None), key=lambda place: operands[place].shape[0])
-    rows, others = operands[turn].shape[0], operands[1 - turn].shape[0]
+    operand, others = operands[turn], operands[1 - turn]
     tile, of_others = (config.block_m, config.block_n) if turn == 0 else (config.block_n, config.block_m)
-    row_bytes = 2 * config.parts * operands[turn].shape[1]
-    multiprocessors = multiprocessor_count(operands[turn].device)
-    return turn, rows_at_a_time(rows, tile, blocks_of(others, of_others), row_bytes, multiprocessors)
+    tiles_of_others, multiprocessors = blocks_of(others.shape[0], of_others), multiprocessor_count(operand.device)
+    rows, depth = operand.shape
+    return turn, rows_at_a_time((rows, depth), tile, tiles_of_others, config, multiprocessors)
 
 
 def _split(operand: torch.Tensor, config: LinearSplitConfig, clears: torch.Tensor | None) -> SplitOperand | BlockSplit:

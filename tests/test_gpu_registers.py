@@ -259,7 +259,14 @@ def test_products_of_compiled_graphs(caplog):
 
 
 #: Matrices, rows, columns, terms: attention's, as it is and its gradients', and sizes that are multiples of nothing.
-BATCHES = [(96, 512, 512, 64), (12, 1024, 1024, 128), (256, 512, 64, 512), (96, 64, 512, 2048), (33, 130, 260, 1036)]
+BATCHES = [
+    (96, 512, 512, 64),
+    (192, 516, 500, 36),
+    (12, 1024, 1024, 128),
+    (256, 512, 64, 512),
+    (96, 64, 512, 2048),
+    (33, 130, 260, 1036),
+]
 
 
 def is_ours(input, matrix):

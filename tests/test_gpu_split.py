@@ -20,6 +20,7 @@ from tests.gpu import DEVICE, arguments_of, assert_same_bits
 from tests.test_nonfinite import check_places
 from triton_kernels import chains, float32_tiles
 from triton_kernels.chain import Chain
+from triton_kernels.float32_block_split import split_blocks
 from triton_kernels.float32_tiles import LinearSplitConfig, sections_of
 from triton_kernels.grid import blocks_of
 from triton_kernels.hopper import runs_hopper_kernels
@@ -165,6 +166,34 @@ def test_small_products_in_turns(monkeypatch, size, parts, in_blocks):
     turn, some = products._in_turns((input, weight), config, (None, None))
     assert turn == (0 if rows > columns else 1) and some < 9000
     torch.testing.assert_close(run(), whole, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [(9000, 600), (600, 9000)], ids=str)
+def test_small_divided_products_in_turns(monkeypatch, size):
+    """Each turn's last tiles are divided along their terms; a matrix may have been split before."""
+    rows, columns = size
+    input, weight = operand(rows, 1100, "rows", 0), operand(columns, 1100, "rows", 1)
+    exact = input.double() @ weight.double().T
+    monkeypatch.setattr(float32_tiles, "_KEPT_BYTES", 2**18)
+    config = LinearSplitConfig(2, divides=True, in_blocks=True)
+    for halves in ((None, None), (split_blocks(input), None), (None, split_blocks(weight))):
+        output = torch.empty(rows, columns, device=DEVICE)
+        products.product(input, weight, chains.LINEAR, config, (None,), halves=halves, output=output)
+        assert relative_error(output, exact) <= TOLERANCES[2]
+
+
+def test_small_minimum_in_turns(monkeypatch):
+    input, weight = operand(600, 200, "depth", 0), operand(9000, 200, "depth", 1)
+    monkeypatch.setattr(float32_tiles, "_KEPT_BYTES", 2**18)
+    keys, winners = empty_tile_minimum(-(-9000 // 128), 600, 8, torch.device(DEVICE), True)
+    chain, vectors = Chain("linear", reduction=ROW_MINIMUM), (None, None, None)
+    products.product(
+        input, weight, chain, LinearSplitConfig(2), vectors, output=keys, saved=winners, eps=1e-5, group_size=8
+    )
+    minimum = torch.empty(1, 600, device=DEVICE)
+    finish(keys, None, None, minimum, None, 8)
+    exact = torch.nn.functional.group_norm(input.double() @ weight.double().T, 9000 // 8).amin(1)
+    assert relative_error(minimum[0], exact) <= 4 * TOLERANCES[2]
 
 
 def test_memory_of_turns():

@@ -56,6 +56,11 @@ class LinearSplitConfig:
     def holds_groups_of(self, group_size: int) -> bool:
         return self.block_n % group_size == 0
 
+    def waves(self, tiles: int, K: int, multiprocessors: int) -> float:
+        """How long so many tiles occupy the multiprocessors, in the time of one tile."""
+        whole, count, _ = sections_of(tiles, K, multiprocessors, self.terms) if self.divides else (tiles, 1, K)
+        return blocks_of(whole, multiprocessors) + (1 / count if whole < tiles else 0)
+
 
 @dataclass(frozen=True)
 class LinearRegistersConfig:
@@ -114,23 +119,25 @@ def sections_of(tiles: int, K: int, multiprocessors: int, terms: int) -> tuple[i
     return tiles - left, blocks_of(K, depth), depth
 
 
-def rows_at_a_time(rows: int, tile: int, tiles_of_others: int, row_bytes: int, multiprocessors: int) -> int:
-    """How many rows of an operand are split and multiplied at a time: a multiple of a ``tile``'s, or all.
+def rows_at_a_time(
+    operand: tuple[int, int], tile: int, tiles_of_others: int, config: LinearSplitConfig, multiprocessors: int
+) -> int:
+    """How many rows of an ``operand`` (rows, depth) are split and multiplied at a time: a multiple of a ``tile``'s, or
+    all.
 
-    As many as have ``_KEPT_BYTES``, or else as few as can be, among those with which the multiprocessors are occupied
-    no more often than with all at once.
+    Of those with which the multiprocessors are occupied no longer than with all rows at once, the most whose parts have
+    ``_KEPT_BYTES``, or else the fewest.
     """
+    rows, depth = operand
+    tile_bytes = tile * depth * 2 * config.parts
     tiles = blocks_of(rows, tile)
-    waves, found = blocks_of(tiles * tiles_of_others, multiprocessors), rows
-    if rows * row_bytes <= _KEPT_BYTES or tiles_of_others == 0:
+    if rows * tile_bytes <= _KEPT_BYTES * tile:
         return max(rows, 1)
-    for waves_at_a_time in range(waves - 1, 0, -1):
-        some = waves_at_a_time * multiprocessors // tiles_of_others
-        if some == 0:
-            break
-        last = blocks_of(tiles % some * tiles_of_others, multiprocessors)
-        if some < tiles and tiles // some * waves_at_a_time + last <= waves:
-            found = some * tile
-            if found * row_bytes <= _KEPT_BYTES:
-                break
-    return found
+
+    def waves(some: int) -> float:
+        return config.waves(some * tiles_of_others, depth, multiprocessors)
+
+    bound = waves(tiles) + 1e-6
+    fitting = [some for some in range(1, tiles) if tiles // some * waves(some) + waves(tiles % some) <= bound]
+    small = [some for some in fitting if some * tile_bytes <= _KEPT_BYTES]
+    return max(small, default=min(fitting, default=tiles)) * tile if fitting else rows

@@ -318,7 +318,7 @@ def linear_registers_kernel(
     high,  # those of the input's parts, [B, M, K] float16, likewise
     low,
     output,  # [B, M, N] float32, TRANSPOSED [B, N, M]; IN_PARTS one for each part, for ``finish_kernel``
-    staged,  # the same as a descriptor of half a tile, where results go through shared memory; or None
+    staged,  # the same as a descriptor of a consumer's part of a tile, where results go through shared memory; or None
     scales,  # pointers to [B, M], and to the bounds [B, N] (``bounds_of``): zeros before
     bias,  # [N] float32, TRANSPOSED [M]; or None
     any_rest,  # [1] int32: set to 1 where a row has a bound or no scale
