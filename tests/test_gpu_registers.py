@@ -274,7 +274,7 @@ def is_ours(input, matrix):
 
 
 @pytest.mark.parametrize("orders", ["depth depth", "rows depth", "depth rows", "rows rows"])
-@pytest.mark.parametrize("size", BATCHES, ids=str)
+@pytest.mark.parametrize("size", [*BATCHES, (192, 516, 500, 36)], ids=str)
 def test_batches(size, orders):
     B, M, N, K = size
     input, weight = (
@@ -293,7 +293,7 @@ def order_fits(input):
     return sorted(input.stride())[1] % 4 == 0
 
 
-@pytest.mark.parametrize("size", BATCHES[1:], ids=str)
+@pytest.mark.parametrize("size", BATCHES, ids=str)
 def test_gradients_of_batches(size):
     B, M, N, K = size
     input, matrix = torch.randn(B, M, K, device=DEVICE), torch.randn(B, K, N, device=DEVICE)
