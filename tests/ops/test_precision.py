@@ -185,8 +185,8 @@ def test_which_of_a_batch_is_split_in_registers():
     assert place(batch(128, 512, 512)[::2], batch(1, 512, 512).expand(64, -1, -1)) == 0  # one matrix repeated
     assert place(small, batch(1, 512, 512).expand(64, -1, -1)) == 0
     assert place(batch(64, 256, 1024)[..., ::2], batch(64, 512, 1024)[..., ::2]) is None
-    narrow = batch(96, 64, 512)
-    assert place(batch(96, 512, 512), narrow) is None and place(batch(96, 512, 512), narrow[:1].expand(96, -1, -1)) == 0
+    narrow, wide = batch(95, 64, 512), batch(95, 512, 512)  # few, which may be of a sharp softmax
+    assert place(wide, narrow) is None and place(wide, narrow[:1].expand(95, -1, -1)) == 0
     assert place(small[:1], large[:1]) is None and place(small.bfloat16(), large.bfloat16()) is None
     torch.set_float32_matmul_precision("high")
     assert place(small, large) is None
