@@ -23,7 +23,7 @@ from ops import paired_products
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.inductor import as_called
 from ops.layouts import call_like
-from ops.matrix_products import PRODUCT, are_plain, multiplier
+from ops.matrix_products import PRODUCT, adds, are_plain, multiplier, summed
 from ops.precision import Multiplier
 
 aten = torch.ops.aten
@@ -41,6 +41,8 @@ IS_ON: bool = os.environ.get(SWITCH_VARIABLE, "1").lower() not in ("0", "false",
 
 #: Their last two arguments are input [M, K] and matrix [K, N], or batches of them; a bias stands before them.
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+#: What adds anything to a product, perhaps both times a factor; and the product alone.
+_SUMS: dict[Any, Any] = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 
 
 @contextlib.contextmanager
@@ -74,9 +76,9 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         given = options or {}
-        if function in _PRODUCTS:
-            if IS_ON and not given and _is_valid(function, arguments) and _multiplier(arguments) != "cuBLAS":
-                return PRODUCT(_in_order(arguments))
+        if function in _PRODUCTS or function in _SUMS:
+            if IS_ON and (result := _multiplied(function, arguments, **given)) is not None:
+                return result
         elif function in _CONVOLUTIONS:
             if IS_ON and not given and _are_images(function, arguments):
                 with contextlib.suppress(DoesNotPay):
@@ -89,6 +91,18 @@ class _Products(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         return function(*arguments, **given)
+
+
+def _multiplied(function: Any, operands: Sequence[Any], **factors: Any) -> torch.Tensor | None:
+    """A product, or a sum with one, of the kernels; None where cuBLAS is faster."""
+    is_product = function in _PRODUCTS and not factors and _is_valid(function, operands)
+    if is_product and _multiplier(operands) != "cuBLAS":
+        return PRODUCT(_in_order(operands))
+    if function not in _SUMS or not are_plain(operands):
+        return None
+    added, *matrices = operands
+    is_sum = _is_valid(_SUMS[function], matrices) and adds(added, matrices, **factors)
+    return summed(added, PRODUCT(matrices), **factors) if is_sum and _multiplier(matrices) != "cuBLAS" else None
 
 
 def _is_valid(function: Any, operands: Sequence[Any]) -> bool:
@@ -112,6 +126,9 @@ def _are_images(function: Any, arguments: Sequence[Any]) -> bool:
 
 def take_over(graph: Graph) -> None:
     """Let our kernel compute the float32 products for which it is faster than cuBLAS."""
+    for target in _SUMS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            _set_apart(node)
     multipliers = {node: _multiplier_of(node) for node in graph.nodes if node.target in _PRODUCTS}
     taken = [node for node, multiplier in multipliers.items() if multiplier != "cuBLAS"]
     paired = paired_products.pair(taken, lambda node: multipliers[node] == "kernel")
@@ -121,6 +138,29 @@ def take_over(graph: Graph) -> None:
     convolutions = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _replace_convolution(node)]
     if taken or convolutions:
         _log.info("%d float32 products as products of float16 parts", len(taken) + len(convolutions))
+
+
+def _set_apart(node: Node) -> None:
+    """Let a sum stand behind its product, where that pays, and is no kernel's with this bias: the one with a residual,
+    or of two gradients of one weight. Inductor makes both of them one operator, as cuBLAS adds anything."""
+    added, input, matrix = node.args
+    if not all(isinstance(each.meta.get("val"), torch.Tensor) for each in node.args):
+        return  # as yet unknown, behind another's pass
+    if node.target in _PRODUCTS and _multiplier_of(node) != "cuBLAS":
+        return
+    beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    if alpha == 0:
+        return  # whatever the product is
+    with node.graph.inserting_before(node):
+        product = call_like(node, _SUMS[node.target], input, matrix)
+        if _multiplier_of(product) == "cuBLAS":
+            node.graph.erase_node(product)
+            return
+        result = product if alpha == 1 else call_like(node, aten.mul.Tensor, product, alpha)
+        if beta != 0:
+            result = call_like(node, aten.add.Tensor, result, added, alpha=beta)
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
 
 
 def _multiplier_of(node: Node) -> Multiplier:
@@ -133,7 +173,8 @@ def _multiplier_of(node: Node) -> Multiplier:
     operands: list[Any] = values[:-1]
     # An open size is taken as it is in the call that is compiled. Each call decides for itself again. But PyTorch may
     # repeat a bias.
-    is_decided = len(operands) == 2 or all(type(each.shape[-1]) is int for each in (operands[0], operands[-1]))
+    *bias, _, matrix = operands
+    is_decided = all(each.ndim == 1 and type(each.shape[0]) is type(matrix.shape[-1]) is int for each in bias)
     as_called = [each for each in map(_as_called, operands if is_decided else ()) if each is not None]
     return _multiplier(as_called) if len(as_called) == len(operands) else "cuBLAS"
 

@@ -231,11 +231,11 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
         result = ops.addmm(bias, input, weight.T)
     """
     operands = [mat1, mat2]
-    if not (_fits_batches(*operands, input, dims=2) and _adds(input, operands, beta, alpha) and pays(operands)):
+    if not (_fits_batches(*operands, input, dims=2) and adds(input, operands, beta, alpha) and pays(operands)):
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
     if beta == alpha == 1 and input.shape == mat2.shape[1:]:
         return PRODUCT([*operands, input])
-    return _sum(input, PRODUCT(operands), beta, alpha)
+    return summed(input, PRODUCT(operands), beta, alpha)
 
 
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
@@ -282,12 +282,12 @@ def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, a
         scores = ops.baddbmm(mask, query, key.mT, alpha=0.125)
     """
     operands = [batch1, batch2]
-    if not (_fits_batches(*operands, input, dims=3) and _adds(input, operands, beta, alpha) and pays(operands)):
+    if not (_fits_batches(*operands, input, dims=3) and adds(input, operands, beta, alpha) and pays(operands)):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    return _sum(input, PRODUCT(operands), beta, alpha)
+    return summed(input, PRODUCT(operands), beta, alpha)
 
 
-def _adds(added: Tensor, operands: Sequence[Tensor], beta: Any, alpha: Any) -> bool:
+def adds(added: Tensor, operands: Sequence[Tensor], beta: Any = 1, alpha: Any = 1) -> bool:
     """Whether it expands to the product. What is left out for beta = 0 has a gradient of zeros in PyTorch, and so has
     the product for alpha = 0."""
     input, matrix = operands
@@ -299,7 +299,7 @@ def _adds(added: Tensor, operands: Sequence[Tensor], beta: Any, alpha: Any) -> b
     return expands and are_real and alpha != 0 and not (beta == 0 and added.requires_grad)
 
 
-def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+def summed(added: Tensor, product: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """As PyTorch has it, beta = 0 leaves out what is not finite, too. The result lies as its first operand."""
     product = product if alpha == 1 else alpha * product
     return product if beta == 0 else torch.add(product, added, alpha=beta)

@@ -358,6 +358,31 @@ def test_products_of_compiled_graphs(layers, caplog, monkeypatch):
     assert sorted(map(len, pairs)) == [0, 2]
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_sums_of_compiled_graphs(caplog):
+    """Inductor makes one operator of a product and what is added to it: a residual, or another gradient of the weight.
+    Both products forward are the kernels', and so are their gradients, at most with cuBLAS's error."""
+    torch.set_float32_matmul_precision("highest")
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 1024, device=DEVICE, requires_grad=True)
+    input = torch.randn(2048, 1024, device=DEVICE, requires_grad=True)
+
+    def step(function, input, weight):
+        output = function(input, weight)
+        return output, *torch.autograd.grad(output.square().mean(), [input, weight])
+
+    def function(input, weight):
+        return torch.tanh((input + input @ weight.T / 32) @ weight / 32)
+
+    expected = step(function, *(each.detach().double().requires_grad_() for each in (input, weight)))
+    eager = step(function, input, weight)
+    with caplog.at_level("INFO", "ops.backend"), torch.compiler.config.patch(force_disable_caches=True):
+        results = step(torch.compile(function, backend=normfuse), input, weight)
+    for want, theirs, ours in zip(expected, eager, results, strict=True):
+        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want) + 2 * torch.finfo(torch.float32).eps
+    assert sum(int(each.split()[0]) for each in caplog.messages if "float32 products" in each) == 6
+
+
 def test_products_of_eager_code(layers):
     """Forward and backward, where autograd runs in another thread: at most cuBLAS's error, and none of its products."""
     model, step, check = layers

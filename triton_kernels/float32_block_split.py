@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.float32_parts import magnitude, parts_of, scales_of
-from triton_kernels.float32_split import ALIGNMENT, block_at, clear, is_transposed
+from triton_kernels.float32_split import ALIGNMENT, added_to_balance, block_at, clear, is_transposed
 from triton_kernels.grid import blocks_of
 from triton_kernels.launch import launch, wait_for_launch_before
 
@@ -55,6 +55,13 @@ def load_strip(matrix, lines, columns, LINES, LENGTH, line_stride, column_stride
 
 
 @triton.jit
+def parts_of_strip(value, up, LOST: tl.constexpr):
+    """As ``parts_of``. What the scale makes zero is lost, too."""
+    high, low, lost = parts_of(value, up, LOST, True)
+    return high, low, tl.where((value != 0.0) & (value * up == 0.0), 1, lost)
+
+
+@triton.jit
 def split_blocks_kernel(
     matrix,  # [LINES, LENGTH] float32, at any strides
     high,  # float16 [LINES, LENGTH]
@@ -69,9 +76,13 @@ def split_blocks_kernel(
     part_stride,  # of lines of high and low
     LOST: tl.constexpr,
     STRIP: tl.constexpr,  # lines that a program has at once
+    FOURS: tl.constexpr,  # whether LENGTH and line_stride are multiples of 4
 ):
     """Each program reads a block twice. The second time it is cached."""
     wait_for_launch_before()
+    part_stride = part_stride // ALIGNMENT * ALIGNMENT  # no change, but the compiler stores several elements at once
+    if FOURS:
+        LENGTH, line_stride = LENGTH // 4 * 4, line_stride // 4 * 4
     across = tl.cdiv(LENGTH, BLOCK)
     first = (tl.program_id(0) // across * BLOCK).to(tl.int64)
     columns = (tl.program_id(0) % across * BLOCK).to(tl.int64) + tl.arange(0, BLOCK)
@@ -82,20 +93,29 @@ def split_blocks_kernel(
         greatest = tl.maximum(greatest, magnitude(value))
     largest = tl.max(greatest)
     up, down, is_limited = scales_of(largest, _LEAST_EXPONENT)
-    least = tl.zeros((STRIP,), tl.int32)
-    balance = tl.zeros((STRIP, BLOCK), tl.int32)  # negative in sum where too much is lost
+    any_lost = tl.zeros((STRIP, BLOCK), tl.int32)
     for line in range(0, BLOCK, STRIP):
         value, inside = load_strip(matrix, strip + line, columns, LINES, LENGTH, line_stride, column_stride)
-        high_part, low_part, lost = parts_of(value, up, LOST, True)
+        high_part, low_part, lost = parts_of_strip(value, up, LOST)
         place = block_at(0, 0, strip + line, columns, part_stride, 1, 0)
         tl.store(high + place, high_part, mask=inside)
         tl.store(low + place, low_part, mask=inside)
-        lost = tl.where((value != 0.0) & (value * up == 0.0), 1, lost)
-        kept = ((value != 0.0) & (is_limited == 0)).to(tl.int32) - _ONE_LOST_OF * lost
-        least = tl.minimum(least, tl.sum(kept, 1))
-        balance += kept
+        any_lost |= lost
+    of_lines, of_columns = 0, 0  # the least balances
+    if tl.max(any_lost) > 0:  # which is rare, so fewer lines at once take no more registers
+        RARE: tl.constexpr = STRIP // 4
+        few = first + tl.arange(0, RARE)
+        least = tl.zeros((RARE,), tl.int32)
+        balance = tl.zeros((RARE, BLOCK), tl.int32)
+        for line in range(0, BLOCK, RARE):
+            value, _ = load_strip(matrix, few + line, columns, LINES, LENGTH, line_stride, column_stride)
+            _, _, lost = parts_of_strip(value, up, LOST)
+            added = added_to_balance(value, lost, is_limited, _ONE_LOST_OF)
+            least = tl.minimum(least, tl.sum(added, 1))
+            balance += added
+        of_lines = tl.min(least)
+        of_columns = tl.min(tl.sum(balance, 0))
     down = tl.where(largest > 0, down, 0.0)
-    of_lines, of_columns = tl.min(least), tl.min(tl.sum(balance, 0))
     tl.store(scale + tl.program_id(0), tl.where(of_lines < 0, float("nan"), down))
     tl.store(scale + tl.num_programs(0) + tl.program_id(0), tl.where(of_columns < 0, float("nan"), down))
     clear(cleared, CLEARED, BLOCK)
@@ -106,7 +126,7 @@ def split_blocks(matrix: torch.Tensor, clears: torch.Tensor | None = None) -> Bl
     if is_transposed(matrix):
         return split_blocks(matrix.T, clears).T
     lines, length = matrix.shape
-    padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
+    padded = blocks_of(length, ALIGNMENT.value) * ALIGNMENT.value
     parts = torch.empty(2, lines, padded, dtype=torch.float16, device=matrix.device)[..., :length]
     high, low = parts[0], parts[1]
     blocks = blocks_of(lines, BLOCK.value), blocks_of(length, BLOCK.value)
@@ -127,6 +147,7 @@ def split_blocks(matrix: torch.Tensor, clears: torch.Tensor | None = None) -> Bl
         high.stride(0),
         LOST=_MOST_LOST,
         STRIP=_STRIP,
+        FOURS=length % 4 == matrix.stride(0) % 4 == 0,
         num_warps=_WARPS,
     )
     return BlockSplit(high, low, scale[0], scale[1])

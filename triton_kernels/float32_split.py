@@ -28,10 +28,12 @@ _MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
 #: Of so many elements of a row that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
-ALIGNMENT = 8
-#: Rows and depth of a program's block where depth is contiguous, the longest row that a program keeps in registers, and
-#: the least depth that it keeps.
-_BLOCK, _LONGEST_KEPT, _LEAST_KEPT = (4, 1024), 16384, 64
+ALIGNMENT = tl.constexpr(8)
+#: Rows, depth and warps of a program's block where depth is contiguous.
+_BLOCK = (4, 1024, 8)
+#: Rows that a program keeps in registers have so many elements together, and a depth of at least and at most so many.
+#: Deeper than the last there are eight warps, else four.
+_KEPT, _LEAST_KEPT, _LONGEST_KEPT, _LONG_KEPT = 2048, 64, 16384, 4096
 #: Rows, depth and warps of a program's block where rows are contiguous: of few rows, and of many.
 _FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
 #: Few are so many. Where all matrices together have no more, and beyond this depth, programs share rows.
@@ -88,19 +90,20 @@ def largest_of(source, first, end, row_inside, depths, DEPTH, depth_stride):
 
 
 @triton.jit
-def store_parts(
-    value, up, is_limited, high, low, begin, place, inside, MOST_LOST: tl.constexpr, MAY_LOSE: tl.constexpr
-):
-    """Split a block, and store its parts at a place from ``begin`` on. What its elements add to the balances of their
-    rows: one that loses too much takes away what ``_ONE_LOST_OF`` others add."""
+def store_parts(value, up, high, low, begin, place, inside, MOST_LOST: tl.constexpr):
+    """Split a block, and store its parts at a place from ``begin`` on. Returns 1 for elements that lose too much."""
     high_part, low_part, lost = parts_of(value, up[:, None], MOST_LOST, low is not None)
     tl.store((high + begin) + place, high_part, mask=inside)
     if low is not None:
         tl.store((low + begin) + place, low_part, mask=inside)
-    added = -_ONE_LOST_OF * lost
-    if MAY_LOSE:
-        added += ((value != 0.0) & ~is_limited[:, None]).to(tl.int32)
-    return added
+    return lost
+
+
+@triton.jit
+def added_to_balance(value, lost, is_limited, ONE_LOST_OF: tl.constexpr):
+    """What elements add to the balance of their row, which is negative where it loses too much: one that is ``lost``
+    takes away what ONE_LOST_OF others add."""
+    return ((value != 0.0) & ~is_limited).to(tl.int32) - ONE_LOST_OF * lost
 
 
 @triton.jit
@@ -158,13 +161,19 @@ def split_kernel(
     else:
         largest = largest_of(source, 0, DEPTH, row_inside, terms, DEPTH, depth_stride)
     up, down, is_limited = scales_of(largest)
-    balance = tl.zeros((BLOCK_ROWS,), tl.int64)  # negative where a row loses too much
+    any_lost = 0
     for first in range(0, SPLIT_DEPTH, BLOCK_DEPTH):
         if not WHOLE:
             value = load_block(source, first, row_inside, terms, DEPTH, depth_stride)
         place = target + tl.cast(first, tl.int64) * split_depth_stride
         inside = row_inside & (depths < SPLIT_DEPTH - first)[None, :]
-        balance += tl.sum(store_parts(value, up, is_limited, high, low, 0, place, inside, MOST_LOST, MAY_LOSE), 1)
+        any_lost |= tl.max(store_parts(value, up, high, low, 0, place, inside, MOST_LOST))
+    balance = tl.zeros((BLOCK_ROWS,), tl.int64)
+    if any_lost > 0:  # which is rare
+        for first in range(0, DEPTH, BLOCK_DEPTH):
+            value = load_block(source, first, row_inside, terms, DEPTH, depth_stride)
+            _, _, lost = parts_of(value, up[:, None], MOST_LOST, low is not None)
+            balance += tl.sum(added_to_balance(value, lost, (is_limited | (not MAY_LOSE))[:, None], _ONE_LOST_OF), 1)
     store_scale(scale + matrix * ROWS + rows, largest, down, balance, rows < ROWS)
     clear(cleared, CLEARED, BLOCK_DEPTH)
 
@@ -262,7 +271,8 @@ def split_shared_kernel(
         value = tl.load(operand + first * depth_stride + source, mask=of_operand, other=0.0)
         inside = row_inside[:, None] & (depths < SPLIT_DEPTH - first)[None, :]
         at = begin + first * split_depth_stride
-        kept += store_parts(value, up, is_limited, high, low, at, target, inside, MOST_LOST, MAY_LOSE)
+        lost = store_parts(value, up, high, low, at, target, inside, MOST_LOST)
+        kept += added_to_balance(value, lost, (is_limited | (not MAY_LOSE))[:, None], _ONE_LOST_OF)
     added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
     balance = tl.atomic_add(balances + place, added, mask=row_inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
     store_scale(scale + place, greatest, down, balance, row_inside & (balance > -(_ARRIVED // 2)))
@@ -286,7 +296,7 @@ def split(
     by_rows = is_transposed(operand)
     split_depth = blocks_of(depth, 32) * 32 if lane_order else depth
     lines, length = (split_depth, rows) if by_rows else (rows, split_depth)
-    padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
+    padded = blocks_of(length, ALIGNMENT.value) * ALIGNMENT.value
     memory = torch.empty(parts, *batch, lines, padded, dtype=torch.float16, device=operand.device)[..., :length]
     if by_rows:
         memory = memory.mT
@@ -298,12 +308,11 @@ def split(
         _split_shared(operand, result, clears, options)
         return result
     transposed = _FEW_TRANSPOSED if rows <= _FEW_ROWS else _TRANSPOSED_BLOCK
-    block_rows, block_depth, warps = transposed if by_rows else (*_BLOCK, 8)
+    block_rows, block_depth, warps = transposed if by_rows else _BLOCK
     whole = not by_rows and depth <= _LONGEST_KEPT
     if whole:
-        elements = block_rows * block_depth
         block_depth = max(next_power_of_2(depth), _LEAST_KEPT)
-        block_rows = max(1, elements // block_depth)
+        block_rows, warps = max(1, _KEPT // block_depth), 8 if block_depth > _LONG_KEPT else 4
     launch(
         split_kernel,
         (blocks_of(rows, block_rows) * math.prod(batch),),

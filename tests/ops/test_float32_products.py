@@ -193,16 +193,69 @@ def test_any_strides(compiled):
     assert taken(compiled.graphs) == [3]
 
 
+SUMS = {
+    "beta": lambda a, b, c: torch.addmm(c, a, b, beta=0.5),
+    "alpha": lambda a, b, c: torch.addmm(c, a, b, alpha=2),
+    "without what is added": lambda a, b, c: torch.addmm(c / 0, a, b, beta=0, alpha=-1),
+    "matrix": lambda a, b, c: torch.addmm(a @ b, a, b),
+    "transposed": lambda a, b, c: torch.addmm((b.T @ a.T).T, a, b),
+    "column": lambda a, b, c: torch.addmm(a[:, :1], a, b, beta=2, alpha=3),
+    "row": lambda a, b, c: torch.addmm(c[None], a, b),
+    "number": lambda a, b, c: torch.addmm(c[0], a, b),
+    "one number": lambda a, b, c: torch.addmm(c[:1], a, b),
+    "batch": lambda a, b, c: torch.baddbmm(c, a[None], b[None], beta=0.5),
+    "residual": lambda a, b, c: torch.tanh(a @ b) + (a * 2) @ b,
+}
 LEFT = [
-    lambda a, b, c: torch.addmm(c, a, b, beta=0.5),
-    lambda a, b, c: torch.addmm(c, a, b, alpha=2),
-    lambda a, b, c: torch.addmm(c.expand(a.shape[0], -1).contiguous(), a, b),
-    lambda a, b, c: torch.addmm(c[:1], a, b),
+    lambda a, b, c: torch.addmm(c, a, b / 0, alpha=0),
     lambda a, b, c: a.double() @ b.double(),
     lambda a, b, c: a.bfloat16() @ b.bfloat16(),
     lambda a, b, c: a.int() @ b.int(),
     lambda a, b, c: torch.bmm(torch.stack([a, a]), torch.stack([b, b])),
 ]
+
+
+@pytest.fixture(params=["compiled", "eager"])
+def run(request):
+    """Calls a function of ``drawn``, compares it with PyTorch's, and tells how many products were taken and left."""
+
+    def compared(function, given):
+        if request.param == "eager":
+            called = request.getfixturevalue("called")
+            with called, ops.faster_float32():
+                result = function(*given)
+            graphs = called.graphs
+        else:
+            compiled = request.getfixturevalue("compiled")
+            result, graphs = compiled(function)(*given), compiled.graphs
+        expected = function(*given)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+        assert result.stride() == expected.stride()
+        return taken(graphs), left(graphs)
+
+    return compared
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_stands_behind_its_product(run, name):
+    """Whatever is added, with factors or without: mostly a residual, or another gradient of the same weight."""
+    torch.manual_seed(0)
+    given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    assert run(SUMS[name], given) == ([1 + (name in ("matrix", "transposed", "residual"))], 0)
+
+
+def test_both_gradients_of_one_weight(compiled):
+    """As of a weight that embeds tokens and makes logits."""
+    torch.manual_seed(0)
+    weight = torch.randn(40, 16, requires_grad=True)
+    tokens = torch.arange(24) % 7
+
+    def function(weight):
+        return torch.tanh(nn.functional.embedding(tokens, weight)) @ weight.T
+
+    gradients = [torch.autograd.grad(each(weight).square().sum(), weight) for each in (function, compiled(function))]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    assert taken(compiled.graphs) == [1, 2] and left(compiled.graphs) == 0
 
 
 @pytest.mark.parametrize("function", LEFT)

@@ -67,7 +67,7 @@ def test_parts_hold_the_value(shape, order, parts):
 def test_long_rows_are_read_twice(monkeypatch, parts):
     """Rows that no program keeps in registers, and rows that fill no block."""
     monkeypatch.setattr(float32_split, "_LONGEST_KEPT", 64)
-    monkeypatch.setattr(float32_split, "_BLOCK", (4, 32))
+    monkeypatch.setattr(float32_split, "_BLOCK", (4, 32, 8))
     operand = matrix()
     result, rest = split_of(operand, parts)
     assert rest == 0
