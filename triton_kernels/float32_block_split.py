@@ -28,7 +28,7 @@ _MOST_LOST = 2.0**-21
 #: Of so many elements of a row or column of a block that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(64)
 #: Lines that a program has at once, and its warps.
-_STRIP, _WARPS = 32, 8
+_STRIP, _WARPS = 32, 16
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,8 @@ def split_blocks_kernel(
 ):
     """Each program reads a block twice. The second time it is cached."""
     wait_for_launch_before()
-    part_stride = part_stride // ALIGNMENT * ALIGNMENT  # no change, but the compiler stores several elements at once
-    if FOURS:
-        LENGTH, line_stride = LENGTH // 4 * 4, line_stride // 4 * 4
+    if FOURS:  # no change, but the compiler loads and stores several elements at once
+        LENGTH, line_stride, part_stride = LENGTH // 4 * 4, line_stride // 4 * 4, part_stride // 4 * 4
     across = tl.cdiv(LENGTH, BLOCK)
     first = (tl.program_id(0) // across * BLOCK).to(tl.int64)
     columns = (tl.program_id(0) % across * BLOCK).to(tl.int64) + tl.arange(0, BLOCK)
@@ -94,7 +93,7 @@ def split_blocks_kernel(
     largest = tl.max(greatest)
     up, down, is_limited = scales_of(largest, _LEAST_EXPONENT)
     any_lost = tl.zeros((STRIP, BLOCK), tl.int32)
-    for line in range(0, BLOCK, STRIP):
+    for line in tl.range(0, BLOCK, STRIP, loop_unroll_factor=2):
         value, inside = load_strip(matrix, strip + line, columns, LINES, LENGTH, line_stride, column_stride)
         high_part, low_part, lost = parts_of_strip(value, up, LOST)
         place = block_at(0, 0, strip + line, columns, part_stride, 1, 0)
@@ -126,7 +125,7 @@ def split_blocks(matrix: torch.Tensor, clears: torch.Tensor | None = None) -> Bl
     if is_transposed(matrix):
         return split_blocks(matrix.T, clears).T
     lines, length = matrix.shape
-    padded = blocks_of(length, ALIGNMENT.value) * ALIGNMENT.value
+    padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
     parts = torch.empty(2, lines, padded, dtype=torch.float16, device=matrix.device)[..., :length]
     high, low = parts[0], parts[1]
     blocks = blocks_of(lines, BLOCK.value), blocks_of(length, BLOCK.value)

@@ -28,7 +28,7 @@ _MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
 #: Of so many elements of a row that are not zero, one may lose too much.
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
-ALIGNMENT = tl.constexpr(8)
+ALIGNMENT = 8
 #: Rows, depth and warps of a program's block where depth is contiguous.
 _BLOCK = (4, 1024, 8)
 #: Rows that a program keeps in registers have so many elements together, and a depth of at least and at most so many.
@@ -264,7 +264,7 @@ def split_shared_kernel(
     target = rows[:, None] * split_row_stride + depths[None, :] * split_depth_stride
     operand += matrix * matrix_stride + first_row * row_stride
     begin = matrix * split_matrix_stride + first_row * split_row_stride
-    kept = tl.zeros((BLOCK_ROWS, BLOCK_DEPTH), tl.int32)
+    added = tl.full((BLOCK_ROWS,), _ARRIVED, tl.int64)
     for block in tl.static_range(_SHARED_BLOCKS):
         first = ((parts - 1 - part) * _SHARED_BLOCKS + block) * BLOCK_DEPTH
         of_operand = row_inside[:, None] & (terms < DEPTH - first)[None, :]
@@ -272,8 +272,7 @@ def split_shared_kernel(
         inside = row_inside[:, None] & (depths < SPLIT_DEPTH - first)[None, :]
         at = begin + first * split_depth_stride
         lost = store_parts(value, up, high, low, at, target, inside, MOST_LOST)
-        kept += added_to_balance(value, lost, (is_limited | (not MAY_LOSE))[:, None], _ONE_LOST_OF)
-    added = tl.sum(kept, 1).to(tl.int64) + _ARRIVED
+        added += tl.sum(added_to_balance(value, lost, (is_limited | (not MAY_LOSE))[:, None], _ONE_LOST_OF), 1)
     balance = tl.atomic_add(balances + place, added, mask=row_inside) + added - tl.cast(parts, tl.int64) * _ARRIVED
     store_scale(scale + place, greatest, down, balance, row_inside & (balance > -(_ARRIVED // 2)))
 
@@ -296,7 +295,7 @@ def split(
     by_rows = is_transposed(operand)
     split_depth = blocks_of(depth, 32) * 32 if lane_order else depth
     lines, length = (split_depth, rows) if by_rows else (rows, split_depth)
-    padded = blocks_of(length, ALIGNMENT.value) * ALIGNMENT.value
+    padded = blocks_of(length, ALIGNMENT) * ALIGNMENT
     memory = torch.empty(parts, *batch, lines, padded, dtype=torch.float16, device=operand.device)[..., :length]
     if by_rows:
         memory = memory.mT
