@@ -282,8 +282,8 @@ def gradients_of(operands):
     )
 
 
-def pointwise_launches(dtype):
-    M, C = 1024, 8192
+def pointwise_launches(dtype, M):
+    C = 8192
     matrix, vector = torch.empty(M, C, dtype=dtype, device=META), torch.empty(C, dtype=dtype, device=META)
     for chain in (chains.BIAS_HARDTANH_MISH, CHAINS["no norm"][0]):
         operands = operands_of(chain, M, C, dtype)
@@ -323,7 +323,8 @@ OTHERS = {
     "groups512": lambda dtype: group_norm_launches(dtype, 1024, 8192, 512, AFTER),
     WIDEST: lambda dtype: group_norm_launches(dtype, 1024, 8192, 8192, BEFORE),
     "operands": lambda dtype: group_norm_launches(dtype, 1024, 8192, 32, *WITH_OPERANDS),
-    "pointwise": pointwise_launches,
+    "pointwise": lambda dtype: pointwise_launches(dtype, 1024),
+    "pointwise of many rows": lambda _: pointwise_launches(torch.float32, 4096),
     "minimum16": lambda dtype: row_minimum_launches(dtype, 16),
     "minimum128": lambda dtype: row_minimum_launches(dtype, 128),
 }
