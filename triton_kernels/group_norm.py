@@ -318,7 +318,8 @@ def pointwise_backward(
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
     """Gradients of ``pointwise``, as those of ``group_norm``."""
-    if C := input.shape[1]:
-        config = _pointwise_backward_config(*input.shape, input.element_size())
+    M, C = input.shape
+    if C:
+        config = _pointwise_backward_config(M, C, input.element_size())
         arguments = (output_gradient, input, C, chain, operands, 0.0, config)
         group_norm_backward(*arguments, input_gradient=input_gradient, gradients=gradients)
