@@ -374,7 +374,7 @@ MODELS = {
                 {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False},
                 {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100},
             ),
-            (("autocast", None),),
+            (("autocast", None), ("float32", None)),
             _tokens(50257, 100),
         ),
         Model("vit_b", "timm", "64x3x224x224", "2x3x32x32", _timm("vit_base_patch16_224", _VIT), (("autocast", None),)),
