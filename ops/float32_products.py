@@ -2,10 +2,10 @@
 and in eager code where a person asks for it.
 
 At the precision "highest", Hopper's tensor cores multiply split operands (``triton_kernels.float32_split``) in a half
-to a quarter of cuBLAS's time. Behind autograd all that multiplies matrices is ``aten.mm``,
-``aten.addmm`` or ``aten.bmm``: layers, attention, and the gradients of all.
-Inductor calls cuBLAS there, so nothing is fused less. PyTorch's setting decides
-(``torch.backends.cuda.matmul.fp32_precision``); graphs are cached by it.
+to a quarter of cuBLAS's time. Behind autograd all that multiplies matrices is ``aten.mm``, ``aten.bmm``, or these with
+something added, ``aten.addmm`` and ``aten.baddbmm``: layers, attention, and the gradients of all. Inductor calls cuBLAS
+there, so nothing is fused less. PyTorch's setting decides (``torch.backends.cuda.matmul.fp32_precision``); graphs are
+cached by it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ops import paired_products
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.inductor import as_called
 from ops.layouts import call_like
-from ops.matrix_products import PRODUCT, adds, are_plain, multiplier, summed
+from ops.matrix_products import PRODUCT, adds, are_factors, are_plain, multiplier, summed
 from ops.precision import Multiplier
 
 aten = torch.ops.aten
@@ -49,8 +49,8 @@ _SUMS: dict[Any, Any] = {aten.addmm.default: aten.mm.default, aten.baddbmm.defau
 def faster_float32() -> Iterator[None]:
     """Within this context, float32 products of matrices for which the kernels are faster than cuBLAS are theirs.
 
-    It holds for eager code, forward and backward: layers, ``@``, ``torch.matmul``, ``F.linear`` and their gradients,
-    where ``backward`` is called in the context too. The precision stays PyTorch's own: where
+    It holds for eager code, forward and backward: layers, ``@``, ``torch.matmul``, ``torch.addmm``, ``F.linear`` and
+    their gradients, where ``backward`` is called in the context too. The precision stays PyTorch's own: where
     ``torch.backends.cuda.matmul.fp32_precision`` allows TF32, nothing changes. Nor do products of other dtypes, on
     other GPUs than Hopper, and in compiled functions. The host takes some microseconds more for each
     operator, so it is for models whose products are large. What PyTorch computes whole, as a TransformerEncoderLayer
@@ -141,16 +141,16 @@ def take_over(graph: Graph) -> None:
 
 
 def _set_apart(node: Node) -> None:
-    """Let a sum stand behind its product, where that pays, and is no kernel's with this bias: the one with a residual,
-    or of two gradients of one weight. Inductor makes both of them one operator, as cuBLAS adds anything."""
+    """Let an addition stand behind its product, where a kernel of ours pays for that: of a residual, or of another
+    gradient of the same weight. (Inductor has made one operator of both.) ``PRODUCT`` itself adds a layer's bias."""
     added, input, matrix = node.args
     if not all(isinstance(each.meta.get("val"), torch.Tensor) for each in node.args):
         return  # as yet unknown, behind another's pass
     if node.target in _PRODUCTS and _multiplier_of(node) != "cuBLAS":
-        return
+        return  # PRODUCT adds it
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
-    if alpha == 0:
-        return  # whatever the product is
+    if not are_factors(beta, alpha):  # nor are open numbers: zeros would need a graph of their own
+        return
     with node.graph.inserting_before(node):
         product = call_like(node, _SUMS[node.target], input, matrix)
         if _multiplier_of(product) == "cuBLAS":

@@ -288,15 +288,22 @@ def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, a
 
 
 def adds(added: Tensor, operands: Sequence[Tensor], beta: Any = 1, alpha: Any = 1) -> bool:
-    """Whether it expands to the product. What is left out for beta = 0 has a gradient of zeros in PyTorch, and so has
-    the product for alpha = 0."""
+    """Whether it expands to the product, and is added with these factors. What is left out for beta = 0 has a gradient
+    of zeros in PyTorch."""
     input, matrix = operands
     shape = *input.shape[:-1], matrix.shape[-1]
     expands = added.ndim <= len(shape) and all(
         size in (1, whole) for size, whole in zip(added.shape[::-1], shape[::-1], strict=False)
     )
-    are_real = all(type(each) in (int, float) for each in (beta, alpha))
-    return expands and are_real and alpha != 0 and not (beta == 0 and added.requires_grad)
+    return expands and are_factors(beta, alpha) and not (beta == 0 and added.requires_grad)
+
+
+def are_factors(beta: Any, alpha: Any) -> bool:
+    """Whether these are numbers that float32 holds, by which an addition may multiply: PyTorch refuses larger ones. For
+    alpha = 0 it leaves out the product, whatever that is."""
+    greatest = torch.finfo(torch.float32).max
+    are_real = all(type(each) in (int, float) and not greatest < abs(each) < math.inf for each in (beta, alpha))
+    return are_real and alpha != 0
 
 
 def summed(added: Tensor, product: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:

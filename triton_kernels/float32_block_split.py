@@ -78,7 +78,8 @@ def split_blocks_kernel(
     STRIP: tl.constexpr,  # lines that a program has at once
     FOURS: tl.constexpr,  # whether LENGTH and line_stride are multiples of 4
 ):
-    """Each program reads a block twice. The second time it is cached."""
+    """Each program reads a block twice, and a third time where too much of an element is lost: to count. Then it is
+    cached."""
     wait_for_launch_before()
     if FOURS:  # no change, but the compiler loads and stores several elements at once
         LENGTH, line_stride, part_stride = LENGTH // 4 * 4, line_stride // 4 * 4, part_stride // 4 * 4

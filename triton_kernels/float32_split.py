@@ -29,11 +29,11 @@ _MOST_LOST = {2: 2.0**-19, 1: 2.0**-9}
 _ONE_LOST_OF = tl.constexpr(256)
 #: Lines of ``high`` and ``low`` begin at multiples of this many elements: 16 bytes, as TMA requires.
 ALIGNMENT = 8
-#: Rows, depth and warps of a program's block where depth is contiguous.
+#: Where depth is contiguous, a program keeps whole rows in registers, of this depth at least and at most: as many as
+#: have so many elements, or one. It has eight warps for rows longer than the fourth number, else four.
+_LEAST_KEPT, _LONGEST_KEPT, _KEPT, _LONG = 64, 16384, 2048, 4096
+#: Rows, depth and warps of a program's block of longer rows.
 _BLOCK = (4, 1024, 8)
-#: Rows that a program keeps in registers have so many elements together, and a depth of at least and at most so many.
-#: Deeper than the last there are eight warps, else four.
-_KEPT, _LEAST_KEPT, _LONGEST_KEPT, _LONG_KEPT = 2048, 64, 16384, 4096
 #: Rows, depth and warps of a program's block where rows are contiguous: of few rows, and of many.
 _FEW_TRANSPOSED, _TRANSPOSED_BLOCK = (16, 512, 16), (32, 128, 8)
 #: Few are so many. Where all matrices together have no more, and beyond this depth, programs share rows.
@@ -145,7 +145,8 @@ def split_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """Each program splits BLOCK_ROWS whole rows: first it finds their largest elements, then it makes the parts."""
+    """Each program splits BLOCK_ROWS whole rows: first it finds their largest elements, then it makes the parts. Where
+    too much of an element is lost, it reads the rows again and counts."""
     wait_for_launch_before()
     blocks = tl.cdiv(ROWS, BLOCK_ROWS)
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
@@ -311,7 +312,7 @@ def split(
     whole = not by_rows and depth <= _LONGEST_KEPT
     if whole:
         block_depth = max(next_power_of_2(depth), _LEAST_KEPT)
-        block_rows, warps = max(1, _KEPT // block_depth), 8 if block_depth > _LONG_KEPT else 4
+        block_rows, warps = max(1, _KEPT // block_depth), 8 if block_depth > _LONG else 4
     launch(
         split_kernel,
         (blocks_of(rows, block_rows) * math.prod(batch),),

@@ -208,6 +208,8 @@ SUMS = {
 }
 LEFT = [
     lambda a, b, c: torch.addmm(c, a, b / 0, alpha=0),
+    lambda a, b, c: torch.addmm(c, a, b, beta=True),
+    lambda a, b, c: torch.addmm(c, a, b, alpha=2 + 0j),
     lambda a, b, c: a.double() @ b.double(),
     lambda a, b, c: a.bfloat16() @ b.bfloat16(),
     lambda a, b, c: a.int() @ b.int(),
@@ -242,6 +244,36 @@ def test_a_sum_stands_behind_its_product(run, name):
     torch.manual_seed(0)
     given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
     assert run(SUMS[name], given) == ([1 + (name in ("matrix", "transposed", "residual"))], 0)
+
+
+def test_a_layers_bias_is_added_by_the_product(compiled):
+    given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    compiled(lambda a, b, c: torch.addmm(c, a, b))(*given)
+    assert taken(compiled.graphs) == [1] and aten.add.Tensor not in compiled.graphs[0]
+
+
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+def test_factors_of_open_sizes(compiled, name):
+    """One graph for several, in which none may be zero: that leaves something out."""
+
+    def function(added, a, b, factor):
+        return getattr(torch, name)(added, a, b, alpha=a.shape[-2] - 7, beta=factor - 1)
+
+    batch = (2,) if name == "baddbmm" else ()
+    call = compiled(function, dynamic=True)
+    for rows, factor, value in ((24, 3, 1.0), (7, 3, 1.0), (24, 1, torch.nan)):
+        a, b, added = torch.randn(*batch, rows, 16), torch.randn(*batch, 16, 32), torch.full((*batch, rows, 32), value)
+        if rows == 7:
+            a[..., 0, 0] = torch.inf
+        torch.testing.assert_close(call(added, a, b, factor), function(added, a, b, factor), rtol=1e-5, atol=1e-4)
+
+
+def test_factors_beyond_float32(run):
+    """PyTorch refuses them."""
+    given = torch.randn(24, 16), torch.randn(16, 32), torch.randn(32)
+    for factors in ({"alpha": 1e300}, {"beta": 1e300}):
+        with pytest.raises(RuntimeError, match="without overflow"):
+            run(lambda a, b, c, factors=factors: torch.addmm(c, a, b, **factors), given)
 
 
 def test_both_gradients_of_one_weight(compiled):
@@ -309,10 +341,11 @@ def test_a_size_that_values_decide_is_left(compiled):
     assert taken(compiled.graphs) == [0]
 
 
-def test_what_does_not_pay_is_left(compiled, monkeypatch):
+@pytest.mark.parametrize("function", [lambda a, b, c: a @ b, lambda a, b, c: torch.addmm(c[:, None].T, a, b)])
+def test_what_does_not_pay_is_left(compiled, monkeypatch, function):
     monkeypatch.setattr(precision, "multiplies_by_cublas", lambda *_, **__: True)
-    compiled(torch.mm)(torch.randn(24, 16), torch.randn(16, 32))
-    assert taken(compiled.graphs) == [0]
+    compiled(function)(torch.randn(24, 16), torch.randn(16, 32), torch.randn(32))
+    assert taken(compiled.graphs) == [0] and left(compiled.graphs) == 1 and aten.add.Tensor not in compiled.graphs[0]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ ORDERS = {
     "lines": lambda values: values,
     "columns": lambda values: values.T.contiguous().T,
     "strided": lambda values: torch.stack((values, values), 2)[:, :, 0],
+    "part": lambda values: torch.cat((values, values[:, :3]), 1)[:, : values.shape[1]],
 }
 
 
