@@ -23,7 +23,7 @@ from ops import paired_products
 from ops.convolution_as_product import DoesNotPay, Pixels
 from ops.inductor import as_called
 from ops.layouts import call_like
-from ops.matrix_products import PRODUCT, adds, are_factors, are_plain, multiplier, summed
+from ops.matrix_products import PRODUCT, adds, are_factors, are_plain, is_bias, multiplier, summed
 from ops.precision import Multiplier
 
 aten = torch.ops.aten
@@ -95,21 +95,18 @@ class _Products(TorchDispatchMode):
 
 def _multiplied(function: Any, operands: Sequence[Any], **factors: Any) -> torch.Tensor | None:
     """A product, or a sum with one, of the kernels; None where cuBLAS is faster."""
-    is_product = function in _PRODUCTS and not factors and _is_valid(function, operands)
-    if is_product and _multiplier(operands) != "cuBLAS":
-        return PRODUCT(_in_order(operands))
-    if function not in _SUMS or not are_plain(operands):
+    *before, input, matrix = operands
+    is_valid = are_plain(operands) and _fit(_SUMS.get(function, function), input, matrix)
+    if not is_valid or multiplier([input, matrix]) == "cuBLAS":
         return None
-    added, *matrices = operands
-    is_sum = _is_valid(_SUMS[function], matrices) and adds(added, matrices, **factors)
-    return summed(added, PRODUCT(matrices), **factors) if is_sum and _multiplier(matrices) != "cuBLAS" else None
+    if not factors and all(is_bias(each, matrix) for each in before):
+        return PRODUCT([input, matrix, *before])
+    (added,) = before
+    return summed(added, PRODUCT([input, matrix]), **factors) if adds(added, [input, matrix], **factors) else None
 
 
-def _is_valid(function: Any, operands: Sequence[Any]) -> bool:
-    """Whether these are plain tensors which PyTorch would multiply. What it refuses it shall refuse."""
-    if not are_plain(operands):
-        return False
-    *_, input, matrix = operands
+def _fit(function: Any, input: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether PyTorch would multiply these. What it refuses it shall refuse."""
     dims = 3 if function is aten.bmm.default else 2
     return input.ndim == matrix.ndim == dims and (*input.shape[:-2], input.shape[-1]) == tuple(matrix.shape[:-1])
 
@@ -144,19 +141,19 @@ def _set_apart(node: Node) -> None:
     """Let an addition stand behind its product, where a kernel of ours pays for that: of a residual, or of another
     gradient of the same weight. (Inductor has made one operator of both.) ``PRODUCT`` itself adds a layer's bias."""
     added, input, matrix = node.args
-    if not all(isinstance(each.meta.get("val"), torch.Tensor) for each in node.args):
+    values = [each.meta.get("val") for each in node.args]
+    if not all(isinstance(each, torch.Tensor) for each in values):
         return  # as yet unknown, behind another's pass
-    if node.target in _PRODUCTS and _multiplier_of(node) != "cuBLAS":
-        return  # PRODUCT adds it
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
     if not are_factors(beta, alpha):  # nor are open numbers: zeros would need a graph of their own
         return
+    is_added = is_bias(values[0], values[2]) and not node.kwargs
+    if is_added or _multiplier_as_called(*values[1:]) == "cuBLAS":
+        return
     with node.graph.inserting_before(node):
-        product = call_like(node, _SUMS[node.target], input, matrix)
-        if _multiplier_of(product) == "cuBLAS":
-            node.graph.erase_node(product)
-            return
-        result = product if alpha == 1 else call_like(node, aten.mul.Tensor, product, alpha)
+        result = call_like(node, _SUMS[node.target], input, matrix)
+        if alpha != 1:
+            result = call_like(node, aten.mul.Tensor, result, alpha)
         if beta != 0:
             result = call_like(node, aten.add.Tensor, result, added, alpha=beta)
     node.replace_all_uses_with(result)
@@ -170,13 +167,14 @@ def _multiplier_of(node: Node) -> Multiplier:
         return "cuBLAS"
     if not all(isinstance(each, torch.Tensor) for each in values):
         return "cuBLAS"  # as yet unknown, behind another's pass
-    operands: list[Any] = values[:-1]
-    # An open size is taken as it is in the call that is compiled. Each call decides for itself again. But PyTorch may
-    # repeat a bias.
-    *bias, _, matrix = operands
-    is_decided = all(each.ndim == 1 and type(each.shape[0]) is type(matrix.shape[-1]) is int for each in bias)
-    as_called = [each for each in map(_as_called, operands if is_decided else ()) if each is not None]
-    return _multiplier(as_called) if len(as_called) == len(operands) else "cuBLAS"
+    *bias, input, matrix, _ = values
+    return _multiplier_as_called(input, matrix) if all(is_bias(each, matrix) for each in bias) else "cuBLAS"
+
+
+def _multiplier_as_called(input: Any, matrix: Any) -> Multiplier:
+    """An open size is taken as it is in the call that is compiled. Each call decides for itself again."""
+    operands = [each for each in map(_as_called, (input, matrix)) if each is not None]
+    return multiplier(operands) if len(operands) == 2 else "cuBLAS"
 
 
 def _as_called(tensor: Any) -> torch.Tensor | None:
@@ -192,21 +190,10 @@ def _as_called(tensor: Any) -> torch.Tensor | None:
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
-def _multiplier(operands: Sequence[Any]) -> Multiplier:
-    *bias, _, matrix = operands
-    is_one = all(tuple(each.shape) == (matrix.shape[1],) for each in bias)
-    return multiplier(_in_order(operands)) if is_one else "cuBLAS"
-
-
-def _in_order(operands: Sequence[Any]) -> list[Any]:
-    """PyTorch's operands as ``PRODUCT`` takes them."""
-    *bias, input, matrix = operands
-    return [input, matrix, *bias]
-
-
 def _replace(node: Node) -> None:
+    *bias, input, matrix = node.args
     with node.graph.inserting_before(node):
-        result = call_like(node, PRODUCT, _in_order(node.args))
+        result = call_like(node, PRODUCT, [input, matrix, *bias])
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 

@@ -233,7 +233,7 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     operands = [mat1, mat2]
     if not (_fits_batches(*operands, input, dims=2) and adds(input, operands, beta, alpha) and pays(operands)):
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
-    if beta == alpha == 1 and input.shape == mat2.shape[1:]:
+    if beta == alpha == 1 and is_bias(input, mat2):
         return PRODUCT([*operands, input])
     return summed(input, PRODUCT(operands), beta, alpha)
 
@@ -285,6 +285,12 @@ def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, a
     if not (_fits_batches(*operands, input, dims=3) and adds(input, operands, beta, alpha) and pays(operands)):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     return summed(input, PRODUCT(operands), beta, alpha)
+
+
+def is_bias(added: Any, matrix: Any) -> bool:
+    """Whether ``PRODUCT`` adds it to a product with a matrix [K, N]: [N], of a known size, as PyTorch may repeat it."""
+    are_known = added.ndim == 1 and matrix.ndim == 2 and type(added.shape[0]) is type(matrix.shape[1]) is int
+    return are_known and added.shape == matrix.shape[1:]
 
 
 def adds(added: Tensor, operands: Sequence[Tensor], beta: Any = 1, alpha: Any = 1) -> bool:

@@ -43,3 +43,9 @@ class Compiler:
 def taken(graphs):
     """The number of products that are ours, by graph. Those of one matrix are two."""
     return [graph.count(PRODUCT) + 2 * graph.count(PRODUCTS_OF_ONE) for graph in graphs]
+
+
+def left(graphs):
+    """The number of products that are PyTorch's."""
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default
+    return sum(graph.count(each) for graph in graphs for each in products)
